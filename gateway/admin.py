@@ -1,0 +1,184 @@
+"""The operator's API under /admin/v1: what there is, and operations on it. Every call carries the admin token.
+
+Bodies are validated here; the operations themselves are :mod:`gateway.operations`'. Knows no web framework.
+"""
+
+from __future__ import annotations
+
+import hmac
+from typing import Annotated, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from gateway.errors import Busy, InvalidRequest, ModelNotFound, NotFound, Unauthorized
+from gateway.exchange import Call, Reply, reply
+from gateway.operations import Operations, Outcome
+from gateway.registry import Registry
+from gateway.report import Reporter
+from gateway.store import Store
+from policies.config import Config
+from policies.replica import COMING, State
+
+MAX_WAIT_S = 60.0
+MAX_BODY_BYTES = 64 << 10
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class _Snapshot(_Body):
+    model: str
+
+
+class _ScaleUp(_Body):
+    model: str
+    replicas: Annotated[int, Field(ge=1)] = 1
+
+
+class _ScaleDown(_Body):
+    model: str
+    replicas: Annotated[int, Field(ge=0)] = 0
+    if_idle: bool = False
+
+
+class _Drain(_Body):
+    replica: str
+
+
+B = TypeVar("B", bound=_Body)
+
+
+class Admin:
+    """The handlers. All raise :class:`gateway.errors.Unauthorized` without the right token."""
+
+    def __init__(
+        self, config: Config, token: str, *, store: Store, registry: Registry, reporter: Reporter, operations: Operations
+    ) -> None:
+        self._config = config
+        self._token = token.encode()
+        self._store = store
+        self._registry = registry
+        self._reporter = reporter
+        self._operations = operations
+
+    async def models(self, call: Call) -> Reply:
+        self._authorize(call)
+        return reply({"models": [self._model(name) for name in self._config.models]})
+
+    async def replicas(self, call: Call) -> Reply:
+        """Every replica's record, with its requests in flight over all gateways."""
+        self._authorize(call)
+        inflight = self._reporter.inflight()
+        return reply(
+            {
+                "replicas": [
+                    r.model_dump(mode="json") | {"inflight": inflight.get(r.incarnation, 0)} for r in self._registry.replicas()
+                ]
+            }
+        )
+
+    async def snapshots(self, call: Call) -> Reply:
+        """What each host's restorer says it has."""
+        self._authorize(call)
+        return reply({"hosts": list(await self._store.hosts())})
+
+    async def create_snapshot(self, call: Call) -> Reply:
+        self._authorize(call)
+        return _accepted(await self._operations.create_snapshot(self._known(_parsed(_Snapshot, call).model)))
+
+    async def scale_up(self, call: Call) -> Reply:
+        self._authorize(call)
+        body = _parsed(_ScaleUp, call)
+        model = self._known(body.model)
+        most = self._config.models[model].max_replicas
+        if body.replicas > most:
+            raise InvalidRequest(f"replicas is {body.replicas}, but models.{model}.max_replicas is {most}.", "invalid_request")
+        outcome = await self._operations.scale_up(model, body.replicas, "admin")
+        if outcome is None:
+            raise Busy(f"Model {model!r} cannot be scaled up now.")
+        return _accepted(outcome)
+
+    async def scale_down(self, call: Call) -> Reply:
+        """202 and an operation that drains and stops; with ``if_idle`` 409 while anybody uses the model."""
+        self._authorize(call)
+        body = _parsed(_ScaleDown, call)
+        model = self._known(body.model)
+        await self._reporter.look()
+        demand = self._reporter.demand(model)
+        if body.if_idle and demand:
+            raise Busy(f"Model {model!r} is in use: {demand} requests are held, in flight or about to return.")
+        outcome = await self._operations.scale_down(model, body.replicas, self._reporter.inflight())
+        if outcome is None:
+            raise Busy(f"Model {model!r} cannot be scaled down now.")
+        return _accepted(outcome)
+
+    async def drain(self, call: Call) -> Reply:
+        """Stop one replica, given by its slot (``model#slot``), once its requests have ended."""
+        self._authorize(call)
+        replica = _parsed(_Drain, call).replica
+        record = next((r for r in self._registry.replicas() if r.id == replica), None)
+        outcome = None
+        if record is not None:
+            outcome = await self._operations.scale_down(record.model, 0, self._reporter.inflight(), replica)
+        if outcome is None:
+            raise NotFound(f"Replica {replica!r} is not admitted.")
+        return _accepted(outcome)
+
+    async def operation(self, call: Call) -> Reply:
+        """An operation; ``?wait=SECONDS`` (at most 60) answers when it has ended, or then."""
+        self._authorize(call)
+        id = call.params["id"]
+        found = await self._operations.wait(id, _wait_s(call.query.get("wait", "0")))
+        if found is None:
+            raise NotFound(f"There is no operation {id!r}; they are forgotten a day after their end.")
+        return reply(found)
+
+    def _authorize(self, call: Call) -> None:
+        scheme, _, token = (call.authorization or "").partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(token.strip().encode(), self._token):
+            raise Unauthorized("The admin API needs `Authorization: Bearer TOKEN`.", headers={"WWW-Authenticate": "Bearer"})
+
+    def _known(self, name: str) -> str:
+        model = self._config.resolve(name)
+        if model is None:
+            raise ModelNotFound(f"The configuration has no model {name!r}.")
+        return model
+
+    def _model(self, name: str) -> dict[str, object]:
+        spec, registry = self._config.models[name], self._registry
+        failure = registry.failure(name)
+        return {
+            "name": name,
+            "aliases": list(spec.aliases),
+            "state": registry.state(name),
+            "admitted": registry.count(name, {State.ADMITTED}),
+            "coming": registry.count(name, COMING),
+            "demand": self._reporter.demand(name),
+            "keep": spec.keep,
+            "max_replicas": spec.max_replicas,
+            "on_cold": spec.on_cold,
+            "failure": None if failure is None else failure.detail,
+        }
+
+
+def _accepted(outcome: Outcome) -> Reply:
+    return reply(outcome.operation, 202)
+
+
+def _parsed(kind: type[B], call: Call) -> B:
+    try:
+        return kind.model_validate_json(call.body or b"{}")
+    except ValidationError as error:
+        faults = "; ".join(f"{'.'.join(map(str, fault['loc'])) or 'body'}: {fault['msg']}" for fault in error.errors())
+        raise InvalidRequest(f"The request body does not fit: {faults}.", "invalid_request") from None
+
+
+def _wait_s(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= MAX_WAIT_S:
+        raise InvalidRequest(f"wait is {text!r}; it must be a number of seconds from 0 to {MAX_WAIT_S:g}.", "invalid_request")
+    return seconds

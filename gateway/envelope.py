@@ -1,0 +1,159 @@
+"""What the gateway reads of a request, and what it changes in heads on their way through. Bodies are never touched.
+
+Works on bytes and pairs of strings, so that any HTTP implementation can use it. Knows nothing of models, replicas or
+waiting.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import secrets
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from gateway.errors import InvalidRequest, MissingModel
+
+Pairs = list[tuple[str, str]]
+
+_HOP_BY_HOP = frozenset(
+    (
+        *("connection", "keep-alive", "proxy-connection", "proxy-authenticate", "proxy-authorization"),
+        *("te", "trailer", "trailers", "transfer-encoding", "upgrade"),
+    )
+)
+_NOT_FORWARDED = _HOP_BY_HOP | frozenset(
+    (
+        *("host", "content-length", "expect", "authorization", "api-key", "x-api-key"),
+        *("x-request-id", "x-forwarded-for", "x-forwarded-proto", "x-forwarded-host", "x-rewake-deadline-s"),
+    )
+)
+_NOT_RETURNED = _HOP_BY_HOP | frozenset(("x-request-id", "x-rewake-start", "x-rewake-incarnation", "x-rewake-error"))
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
+_CLIENT_TIMEOUTS = ("x-stainless-read-timeout", "x-stainless-timeout")
+_ANSWER_MARGIN_S = 1.0
+
+
+class Peek(msgspec.Struct):
+    """The two fields of a request body that routing needs."""
+
+    model: str
+    stream: bool | None = False
+
+
+_PEEK = msgspec.json.Decoder(Peek)
+
+
+class _Object(list[tuple[str, object]]):
+    """A JSON object as its pairs, so that repeated keys can be seen."""
+
+
+def peek(body: bytes) -> Peek:
+    """Model and stream flag of a JSON body.
+
+    Raises:
+        InvalidRequest: not JSON, not an object, a wrong type, or a field given twice: two parsers might then disagree
+            about which one counts, and the request be authorised for one model and served by another.
+    """
+    try:
+        found = _PEEK.decode(body)
+    except msgspec.ValidationError as error:
+        kind = MissingModel if "`model`" in str(error) or "$.model" in str(error) else InvalidRequest
+        code = "missing_model" if kind is MissingModel else "invalid_json"
+        raise kind(f"The request body does not fit: {error}.", code) from None
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidRequest(f"The request body is not valid JSON: {error}.", "invalid_json") from None
+    if not found.model:
+        raise MissingModel("The field `model` is empty.", "missing_model")
+    if _might_repeat(body):
+        _refuse_repeats(body)
+    return found
+
+
+def _might_repeat(body: bytes) -> bool:
+    """False means certainly not: no second literal key, and no escaped ASCII letter that could spell one."""
+    return body.count(b'"model"') > 1 or body.count(b'"stream"') > 1 or b"\\u006" in body or b"\\u007" in body
+
+
+def _refuse_repeats(body: bytes) -> None:
+    try:
+        whole = json.loads(body, object_pairs_hook=_Object)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"The request body is not valid JSON: {error}.", "invalid_json") from None
+    keys = [key for key, _ in whole]
+    for key in ("model", "stream"):
+        if keys.count(key) > 1:
+            raise InvalidRequest(f"The request body gives `{key}` more than once.", "invalid_json")
+
+
+def patience_s(headers: Mapping[str, str], longest_s: float) -> float:
+    """Seconds that a request may be held: at most ``longest_s``, and less than the client itself will wait.
+
+    An OpenAI client tells its read timeout; it is answered a little earlier, while it still listens.
+
+    Raises:
+        InvalidRequest: ``x-rewake-deadline-s`` is not a positive number.
+    """
+    wanted = [longest_s]
+    for name in _CLIENT_TIMEOUTS:
+        seconds = _seconds(headers.get(name))
+        if seconds is not None:
+            wanted.append(seconds - min(_ANSWER_MARGIN_S, seconds / 20))
+    own = headers.get("x-rewake-deadline-s")
+    if own is not None:
+        seconds = _seconds(own)
+        if seconds is None:
+            raise InvalidRequest(f"x-rewake-deadline-s is {own!r}; it must be a positive number of seconds.", "invalid_deadline")
+        wanted.append(seconds)
+    return min(wanted)
+
+
+def _seconds(text: str | None) -> float | None:
+    try:
+        seconds = float(text or "")
+    except ValueError:
+        return None
+    return seconds if math.isfinite(seconds) and seconds > 0 else None
+
+
+def request_id(headers: Mapping[str, str]) -> str:
+    """The client's own id when it is short and plain, else a new one."""
+    given = headers.get("x-request-id", "")
+    return given if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
+
+
+def forwarded(headers: Iterable[tuple[str, str]], *, id: str, peer: str | None, scheme: str, host: str) -> Pairs:
+    """The head for the replica: end-to-end headers as they are, hop-by-hop and the gateway's own left out."""
+    given = list(headers)
+    dropped = _NOT_FORWARDED | _named_in_connection(given)
+    kept = [(name, value) for name, value in given if name.lower() not in dropped]
+    chain = [value for name, value in given if name.lower() == "x-forwarded-for"]
+    if peer:
+        chain.append(peer)
+    kept.append(("x-request-id", id))
+    if chain:
+        kept.append(("X-Forwarded-For", ", ".join(chain)))
+    kept += [("X-Forwarded-Proto", scheme), ("X-Forwarded-Host", host)]
+    return kept
+
+
+def returned(headers: Iterable[tuple[str, str]], *, id: str, start: str, incarnation: str) -> tuple[Pairs, bool]:
+    """The head for the client, and whether the body is an event stream (which nobody on the way may buffer)."""
+    given = list(headers)
+    dropped = _NOT_RETURNED | _named_in_connection(given)
+    stream = any(name.lower() == "content-type" and value.lower().startswith("text/event-stream") for name, value in given)
+    if stream:
+        dropped |= {"content-length", "cache-control", "x-accel-buffering"}
+    kept = [(name, value) for name, value in given if name.lower() not in dropped]
+    kept += [("x-request-id", id), ("x-rewake-start", start), ("x-rewake-incarnation", incarnation)]
+    if stream:
+        kept += [("Cache-Control", "no-cache"), ("X-Accel-Buffering", "no")]
+    return kept, stream
+
+
+def _named_in_connection(headers: Pairs) -> frozenset[str]:
+    return frozenset(
+        token.strip().lower() for name, value in headers if name.lower() == "connection" for token in value.split(",")
+    )

@@ -1,0 +1,202 @@
+"""Every error that a client can get from the gateway itself: one class, one status, one code.
+
+Rendered in one place, shaped as OpenAI's errors are, marked as ours by ``x-rewake-error``. Knows nothing of when an
+error is due: that is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import ClassVar
+
+from gateway.exchange import Reply, reply
+from policies.admission import Code
+
+MAX_RETRY_AFTER_S = 60
+"""Clients of the OpenAI SDKs ignore, or give up on, a longer ``Retry-After``."""
+
+
+class GatewayError(Exception):
+    """Base of the tree. The message is for the person behind the client."""
+
+    status: ClassVar[int] = 500
+    type: ClassVar[str] = "server_error"
+    code: str = "internal_error"
+    param: ClassVar[str | None] = None
+    should_retry: ClassVar[bool | None] = None
+    """``x-should-retry``; None leaves it to the client's own rules."""
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+        self.headers = headers or {}
+
+
+class InvalidRequest(GatewayError):
+    """400: the request itself is at fault; ``code`` says how."""
+
+    status, type, should_retry = 400, "invalid_request_error", False
+
+    def __init__(self, message: str, code: str, *, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(message, headers=headers)
+        self.code = code
+
+
+class MissingModel(InvalidRequest):
+    """400: no usable ``model`` in the body."""
+
+    param = "model"
+
+
+class Unauthorized(GatewayError):
+    """401: the admin token is absent or wrong."""
+
+    status, type, code, should_retry = 401, "authentication_error", "invalid_api_key", False
+
+
+class NotFound(GatewayError):
+    """404: no such path or thing."""
+
+    status, type, code, should_retry = 404, "invalid_request_error", "not_found", False
+
+
+class ModelNotFound(NotFound):
+    """404: the configuration has no such model."""
+
+    code, param = "model_not_found", "model"
+
+
+class MethodNotAllowed(GatewayError):
+    """405: the path exists, the method does not."""
+
+    status, type, code, should_retry = 405, "invalid_request_error", "method_not_allowed", False
+
+
+class SlowRequest(GatewayError):
+    """408: the client stopped sending its body."""
+
+    status, type, code, should_retry = 408, "invalid_request_error", "request_timeout", False
+
+
+class Busy(GatewayError):
+    """409: the model is in use and the caller asked for an idle one."""
+
+    status, type, code, should_retry = 409, "invalid_request_error", "busy", False
+
+
+class RequestTooLarge(GatewayError):
+    """413: the body is over ``gateway.max_body_bytes``."""
+
+    status, type, code, should_retry = 413, "invalid_request_error", "request_too_large", False
+
+
+class UnsupportedEncoding(GatewayError):
+    """415: the body is compressed."""
+
+    status, type, code, should_retry = 415, "invalid_request_error", "unsupported_encoding", False
+
+
+class CapacityExceeded(GatewayError):
+    """429: replicas run, but none had a free slot before the deadline."""
+
+    status, type, code = 429, "rate_limit_error", "capacity_exceeded"
+
+
+class Unavailable(GatewayError):
+    """503 with a promise: the client should come back after ``Retry-After``."""
+
+    status, should_retry = 503, True
+
+
+class ModelLoading(Unavailable):
+    """The model is cold and does not hold requests."""
+
+    code = "model_loading"
+
+
+class QueueFull(Unavailable):
+    """The waiting room has no place left."""
+
+    code = "queue_full"
+
+
+class QueueBytesFull(Unavailable):
+    """The waiting room has no room left for this body."""
+
+    code = "queue_bytes_full"
+
+
+class ColdStartTimeout(Unavailable):
+    """Held until the deadline, and still no replica."""
+
+    code = "cold_start_timeout"
+
+
+class ShuttingDown(Unavailable):
+    """This gateway process is draining; another one may serve."""
+
+    code = "shutting_down"
+
+
+class StoreUnavailable(Unavailable):
+    """The store does not answer; what needs it cannot be done now."""
+
+    code = "store_unavailable"
+
+
+class RestoreFailed(GatewayError):
+    """503 without a promise: no replica can come, and coming back will not change it."""
+
+    status, code, should_retry = 503, "restore_failed", False
+
+
+class UpstreamError(GatewayError):
+    """502: the replica's connection failed after the request was sent."""
+
+    status, code = 502, "upstream_error"
+
+
+class UpstreamTimeout(GatewayError):
+    """504: no first byte in time; not to be repeated, for the replica may still be working on it."""
+
+    status, code, should_retry = 504, "upstream_timeout", False
+
+
+REFUSALS: Mapping[Code, tuple[type[GatewayError], str]] = {
+    "model_loading": (ModelLoading, "Model {model!r} is being started and does not hold requests; retry after the given time."),
+    "queue_full": (QueueFull, "Too many requests already wait for model {model!r}."),
+    "queue_bytes_full": (QueueBytesFull, "The requests that wait for model {model!r} leave no room for this body."),
+    "capacity_exceeded": (CapacityExceeded, "All replicas of model {model!r} are busy and none became free in time."),
+    "cold_start_timeout": (ColdStartTimeout, "Model {model!r} was not ready before this request's deadline."),
+    "restore_failed": (RestoreFailed, "Model {model!r} cannot be started: {detail}"),
+    "shutting_down": (ShuttingDown, "This gateway is shutting down; retry to reach another one."),
+}
+"""What a refusal by :func:`policies.admission.decide` becomes."""
+
+
+def refusal(code: Code, *, model: str, detail: str, eta_s: float) -> GatewayError:
+    """The error for a refused request; ``eta_s`` is when a replica is expected, in seconds from now."""
+    kind, text = REFUSALS[code]
+    promise: float | None = eta_s
+    if kind is RestoreFailed:
+        promise = None
+    elif kind in (ShuttingDown, CapacityExceeded):
+        promise = 1.0
+    return kind(text.format(model=model, detail=detail), retry_after_s=promise)
+
+
+def envelope(error: GatewayError) -> dict[str, object]:
+    """The JSON body, also used inside a stream that has already begun."""
+    return {"error": {"message": str(error), "type": error.type, "param": error.param, "code": error.code}}
+
+
+def render(error: GatewayError) -> Reply:
+    """Status, headers and body."""
+    headers = {"x-rewake-error": error.code, **error.headers}
+    if error.should_retry is not None:
+        headers["x-should-retry"] = "true" if error.should_retry else "false"
+    if error.retry_after_s is not None:
+        seconds = min(max(math.ceil(error.retry_after_s), 1), MAX_RETRY_AFTER_S)
+        headers["Retry-After"], headers["retry-after-ms"] = str(seconds), str(seconds * 1000)
+    return reply(envelope(error), error.status, headers)

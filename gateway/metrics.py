@@ -1,0 +1,191 @@
+"""Every series of the gateway, and how the workers of one host share them.
+
+Workers are separate processes behind one port, so a scrape reaches any one of them: with :func:`share` each keeps its
+values in files of its own in a common folder, and each answers for all. Labels are bounded: models come from the
+configuration, replicas are slots, never incarnations.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import IO
+
+import prometheus_client.values
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
+
+from gateway.exchange import Reply
+from policies.replica import TERMINAL, Replica, State
+from policies.wire import ModelLoad
+
+OTHER = "_other"
+"""The ``model`` of requests that named none of ours."""
+_MAX_WORKERS = 256
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 600)
+
+
+class Shared:
+    """This worker's place in the common folder; kept for the life of the process.
+
+    A worker takes the first place that no living process holds, goes on with the counters of the one that had it before
+    and drops its gauges. So counters never go back, and the folder does not grow with restarts.
+    """
+
+    def __init__(self, folder: Path, place: int, lock: IO[bytes]) -> None:
+        self.folder = folder
+        self.place = place
+        self._lock = lock
+
+    def forget_dead(self) -> None:
+        """Remove the gauges of workers that are gone."""
+        for file in self.folder.glob("gauge_live*.db"):
+            place = int(file.stem.rpartition("_")[2])
+            if place == self.place:
+                continue
+            lock = _hold(self.folder, place)
+            if lock is not None:
+                with lock:
+                    file.unlink(missing_ok=True)
+
+
+def share(folder: Path) -> Shared:
+    """Keep the values of all series made from now on in ``folder``. Call once, before :class:`Metrics` is made.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    place, lock = _free_place(folder)
+    for file in folder.glob(f"gauge_*_{place}.db"):
+        file.unlink(missing_ok=True)
+    os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)
+    values = prometheus_client.values
+    values.ValueClass = values.MultiProcessValue(lambda: place)  # type: ignore[no-untyped-call]
+    return Shared(folder, place, lock)
+
+
+def _free_place(folder: Path) -> tuple[int, IO[bytes]]:
+    for place in range(_MAX_WORKERS):
+        lock = _hold(folder, place)
+        if lock is not None:
+            return place, lock
+    raise OSError(f"all {_MAX_WORKERS} places in {folder} are taken; does something else write there?")
+
+
+def _hold(folder: Path, place: int) -> IO[bytes] | None:
+    """The lock of a place, or None when a living process has it."""
+    lock = (folder / f"{place}.lock").open("ab")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        return None
+    return lock
+
+
+class Metrics:
+    """The series; attributes are named as the series are, without prefix and unit.
+
+    Args:
+        models: the configured models.
+        shared: this worker's place among others, None when it is alone.
+        observer: count what is seen in the records; true for one worker of a host, or starts would be counted several
+            times.
+    """
+
+    def __init__(self, models: Iterable[str], *, version: str, shared: Shared | None = None, observer: bool = True) -> None:
+        self._models = frozenset(models)
+        self._shared = shared
+        self._observer = observer
+        self._slots: set[str] = set()
+        self._registry = CollectorRegistry()
+        self._traffic()
+        self._fleet()
+        self.config_last_reload_successful = self._gauge(
+            "config_last_reload_successful", "1: the configuration was read.", mode="livemin"
+        )
+        self.config_last_reload_successful.set(1)
+        self._gauge("build_info", "Always 1.", ["version"], mode="livemax").labels(version).set(1)
+        self.store_connected = self._gauge("store_connected", "1 while the store answers.", mode="livemin")
+
+    def model(self, name: str | None) -> str:
+        """The value of a ``model`` label."""
+        return name if name is not None and name in self._models else OTHER
+
+    def observe(self, loads: Mapping[str, ModelLoad], held_bytes: Mapping[str, int], inflight: Mapping[str, int]) -> None:
+        """Set the gauges; ``inflight``: replica slot -> requests."""
+        for model, load in loads.items():
+            self.queue_depth.labels(model).set(load.held)
+            self.queue_bytes.labels(model).set(held_bytes[model])
+            self.model_demand.labels(model).set(load.demand)
+        for replica in self._slots | inflight.keys():
+            self.inflight_requests.labels(replica.rpartition("#")[0], replica).set(inflight.get(replica, 0))
+        self._slots |= inflight.keys()
+
+    def record(self, before: Replica | None, after: Replica) -> None:
+        """Count what a replica's record says: starts by result, canaries, stages."""
+        if after.model not in self._models:
+            return
+        for state in State:
+            self.replica_state.labels(after.id, state).set(after.state is state)
+        known = before is not None and before.state is after.state and before.incarnation == after.incarnation
+        if before is None or known or not self._observer:
+            return
+        if after.state is State.ADMITTED:
+            for stage in after.stages:
+                self.cold_start.labels(after.model, stage.name).observe(stage.seconds)
+        if after.state in (State.ADMITTED, State.QUARANTINED):
+            self.canary.labels(after.model, "equal" if after.state is State.ADMITTED else "different").inc()
+        if after.state is State.ADMITTED or after.state in TERMINAL - {State.STOPPED}:
+            self.restores.labels(after.model, after.state, after.start or "none").inc()
+
+    def expose(self) -> Reply:
+        """All series of all workers, in Prometheus' text format."""
+        registry = self._registry
+        if self._shared is not None:
+            self._shared.forget_dead()
+            registry = CollectorRegistry()
+            MultiProcessCollector(registry, str(self._shared.folder))  # type: ignore[no-untyped-call]
+        return Reply(200, generate_latest(registry), content_type="text/plain; version=0.0.4; charset=utf-8")
+
+    def _traffic(self) -> None:
+        self.requests = self._counter(
+            "requests", "Requests by outcome; 499: the client left.", ["model", "route", "code", "start"]
+        )
+        self.errors = self._counter("errors", "Errors that the gateway itself answered.", ["model", "code"])
+        self.client_retries = self._counter("client_retries", "Requests that are a client's repetition.", ["model"])
+        self.client_disconnects = self._counter("client_disconnects", "Clients that left early.", ["phase"])
+        self.upstream_retries = self._counter("upstream_retries", "Requests sent a second time.", ["reason"])
+        self.truncated_responses = self._counter("truncated_responses", "Responses that broke off.", ["model", "reason"])
+        self.queue_depth = self._gauge("queue_depth", "Requests held.", ["model"])
+        self.queue_bytes = self._gauge("queue_bytes", "Bytes of held bodies.", ["model"])
+        self.queue_wait = self._histogram("queue_wait_seconds", "Time held.", ["model", "outcome"])
+        self.time_to_first_byte = self._histogram(
+            "time_to_first_byte_seconds", "From the request's head to the answer's first byte.", ["model", "start"]
+        )
+        self.inflight_requests = self._gauge("inflight_requests", "Requests on a replica.", ["model", "replica"])
+
+    def _fleet(self) -> None:
+        self.model_demand = self._gauge("model_demand", "Requests held, in flight or turned away a moment ago.", ["model"])
+        self.replica_state = self._gauge("replica_state", "1 for the state a slot is in.", ["replica", "state"], mode="livemax")
+        self.restores = self._counter("restores", "Starts that ended, by result and kind.", ["model", "result", "start"])
+        self.canary = self._counter("canary", "Canaries by result.", ["model", "result"])
+        self.cold_start = self._histogram("cold_start_seconds", "Stages of starts that were admitted.", ["model", "stage"])
+        self.scale_up_triggers = self._counter("scale_up_triggers", "Requests for replicas.", ["model", "deduped"])
+        self.session_expires = self._gauge(
+            "session_expires_at_timestamp_seconds",
+            "When the model would be parked if nothing more came.",
+            ["model"],
+            mode="livemax",
+        )
+
+    def _counter(self, name: str, text: str, labels: list[str]) -> Counter:
+        return Counter(f"rewake_{name}_total", text, labels, registry=self._registry)
+
+    def _gauge(self, name: str, text: str, labels: Iterable[str] = (), mode: str = "livesum") -> Gauge:
+        return Gauge(f"rewake_{name}", text, list(labels), registry=self._registry, multiprocess_mode=mode)  # type: ignore[arg-type]
+
+    def _histogram(self, name: str, text: str, labels: list[str]) -> Histogram:
+        return Histogram(f"rewake_{name}", text, labels, registry=self._registry, buckets=_SECONDS)

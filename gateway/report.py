@@ -1,0 +1,119 @@
+"""What this gateway tells the others about itself, and what they told.
+
+A report goes out every second and at once when a count turns to or from zero or a replica's record changed: a drain
+waits for it. Counts are read in the moment of writing. Knows nothing of what others do with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping
+
+from gateway import logs
+from gateway.errors import StoreUnavailable
+from gateway.ledger import Ledger
+from gateway.registry import Registry
+from gateway.store import Store
+from policies.wire import GatewayReport
+
+PERIOD_S = 1.0
+_CALM_S = 0.02
+"""Edges within this time share one report, so that a busy replica does not mean a busy store."""
+
+
+class Reporter:
+    """One per gateway process."""
+
+    def __init__(self, id: str, *, store: Store, ledger: Ledger, registry: Registry) -> None:
+        self.id = id
+        self.draining = False
+        self.on_peers: Callable[[], None] = lambda: None
+        """Called when the number of live gateways has changed."""
+        self._store = store
+        self._ledger = ledger
+        self._registry = registry
+        self._peers: Mapping[str, GatewayReport] = {}
+        self._edge = asyncio.Event()
+        self._writing = asyncio.Lock()
+
+    @property
+    def gateways(self) -> int:
+        """Live gateway workers, this one included."""
+        return 1 + len(self._peers)
+
+    def demand(self, model: str) -> int:
+        """Live requests for the model over all gateways."""
+        return self._ledger.load(model).demand + sum(
+            report.models[model].demand for report in self._peers.values() if model in report.models
+        )
+
+    def inflight(self) -> Mapping[str, int]:
+        """incarnation -> requests in flight over all gateways."""
+        total = dict(self._ledger.replicas())
+        for report in self._peers.values():
+            for incarnation, count in report.replicas.items():
+                total[incarnation] = total.get(incarnation, 0) + count
+        return total
+
+    def kick(self) -> None:
+        """Something changed that somebody may wait for."""
+        self._edge.set()
+
+    async def publish(self, *, edge: bool = True) -> None:
+        """Write the report as things stand now.
+
+        Raises:
+            StoreUnavailable: nothing was written.
+        """
+        async with self._writing:
+            suspicions = self._registry.take_suspicions()
+            report = GatewayReport(
+                id=self.id,
+                seq=self._registry.seq,
+                models=self._ledger.loads(),
+                replicas=self._ledger.replicas(),
+                draining=self.draining,
+            )
+            try:
+                await self._store.report(report, suspicions, edge=edge)
+            except BaseException:
+                self._registry.put_back(suspicions)
+                raise
+
+    async def look(self) -> None:
+        """Read what the other gateways report."""
+        before = self.gateways
+        reports = await self._store.reports()
+        self._peers = {id: report for id, report in reports.items() if id != self.id}
+        if self.gateways != before:
+            self.on_peers()
+
+    async def run(self) -> None:
+        """Report until cancelled; a lost store is tried again each period."""
+        edge = False
+        while True:
+            try:
+                await self.publish(edge=edge)
+                if not edge:
+                    await self.look()
+            except StoreUnavailable as error:
+                logs.warning("report not written", reason=str(error))
+                await asyncio.sleep(PERIOD_S)
+            else:
+                await asyncio.sleep(_CALM_S)
+            edge = await self._due()
+
+    async def leave(self) -> None:
+        """Take the report back: this gateway has no request left."""
+        with contextlib.suppress(StoreUnavailable):
+            await self._store.withdraw(self.id)
+
+    async def _due(self) -> bool:
+        """Wait for the next report; True when an edge asks for it."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(PERIOD_S):
+                await self._edge.wait()
+        edge = self._edge.is_set()
+        self._edge.clear()
+        return edge

@@ -1,0 +1,207 @@
+"""The gateway's one door to the shared store: a Redis protocol client, and the verbs that the gateway needs.
+
+Every error of the client becomes :class:`StoreUnavailable` here. Key names and records are :mod:`policies.wire`'s; what
+to do with them is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import redis.asyncio
+from pydantic import BaseModel, ValidationError
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from gateway import logs
+from gateway.errors import StoreUnavailable
+from policies.replica import Replica
+from policies.wire import REPORT_TTL_MS, SCHEMA, Failure, GatewayReport, Hint, HostReport, Keys, Operation
+
+T = TypeVar("T", bound=BaseModel)
+
+_CALL_S = 5.0
+"""The longest that one exchange with the store may take."""
+
+
+class WrongSchema(Exception):
+    """Another version of the software wrote this store."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The records as they were at one moment."""
+
+    seq: int
+    replicas: Mapping[str, Replica]
+    failures: Mapping[str, tuple[Failure, float] | None]
+    """model -> the failure and its remaining seconds."""
+
+
+class Store:
+    """Calls to one installation's keys. All methods but :meth:`close` raise :class:`StoreUnavailable`.
+
+    Args:
+        url: ``redis://``, ``rediss://`` or ``unix://``.
+        namespace: prefix of every key.
+    """
+
+    def __init__(self, url: str, namespace: str) -> None:
+        self.keys = Keys(namespace)
+        common: dict[str, Any] = {"decode_responses": True, "socket_connect_timeout": _CALL_S, "socket_timeout": _CALL_S}
+        self._client: Any = redis.asyncio.from_url(url, retry=Retry(NoBackoff(), 1), **common)
+        # A subscription must not reconnect behind our back: messages would be lost and nothing read again.
+        self._listener: Any = redis.asyncio.from_url(url, retry=Retry(NoBackoff(), 0), health_check_interval=5, **common)
+        self._script = self._client.register_script(Path(__file__).with_name("operations.lua").read_text())
+
+    async def close(self) -> None:
+        with contextlib.suppress(RedisError, OSError):
+            await self._client.aclose()
+            await self._listener.aclose()
+
+    async def check_schema(self) -> None:
+        """Claim an empty store for this schema, or make sure that it has it.
+
+        Raises:
+            WrongSchema: it has another one.
+        """
+        with _translated():
+            await self._client.set(self.keys.schema, SCHEMA, nx=True)
+            found = await self._client.get(self.keys.schema)
+        if found != SCHEMA:
+            raise WrongSchema(
+                f"the store's keys under {self.keys.prefix!r} have schema {found}, this gateway speaks {SCHEMA}; "
+                "stop the other version, or set store.namespace to a new name"
+            )
+
+    @contextlib.asynccontextmanager
+    async def hints(self) -> AsyncIterator[AsyncIterator[Hint]]:
+        """Subscribe to the events; yields them until the connection is lost."""
+        pubsub = self._listener.pubsub(ignore_subscribe_messages=True)
+        try:
+            with _translated():
+                await pubsub.subscribe(self.keys.events)
+            yield _listen(pubsub)
+        finally:
+            with contextlib.suppress(RedisError, OSError):
+                await pubsub.aclose()
+
+    async def snapshot(self, models: Sequence[str]) -> Snapshot:
+        """All replica records and the models' failures, read in one transaction."""
+        pipe = self._client.pipeline(transaction=True)
+        pipe.get(self.keys.seq)
+        pipe.hgetall(self.keys.replicas)
+        for model in models:
+            pipe.get(self.keys.failure(model))
+            pipe.pttl(self.keys.failure(model))
+        with _translated():
+            seq, records, *failures = await pipe.execute()
+        replicas = {id: record for id, text in records.items() if (record := _decoded(Replica, text)) is not None}
+        found: dict[str, tuple[Failure, float] | None] = {}
+        for model, text, ttl_ms in zip(models, failures[::2], failures[1::2], strict=True):
+            failure = _decoded(Failure, text) if text else None
+            found[model] = None if failure is None else (failure, max(ttl_ms, 0) / 1000)
+        return Snapshot(int(seq or 0), replicas, found)
+
+    async def report(self, report: GatewayReport, suspicions: Mapping[str, str], *, edge: bool) -> None:
+        """Renew this gateway's report and pass suspicions on; ``edge``: tell everyone that it changed."""
+        pipe = self._client.pipeline(transaction=True)
+        pipe.set(self.keys.gateway(report.id), report.model_dump_json(), px=REPORT_TTL_MS)
+        pipe.sadd(self.keys.gateways, report.id)
+        if suspicions:
+            pipe.hset(self.keys.suspects, mapping=dict(suspicions))
+        if edge:
+            pipe.publish(self.keys.events, Hint(gateway=report.id).model_dump_json())
+        with _translated():
+            await pipe.execute()
+
+    async def withdraw(self, id: str) -> None:
+        """This gateway is no more."""
+        pipe = self._client.pipeline(transaction=True)
+        pipe.delete(self.keys.gateway(id))
+        pipe.srem(self.keys.gateways, id)
+        pipe.publish(self.keys.events, Hint(gateway=id).model_dump_json())
+        with _translated():
+            await pipe.execute()
+
+    async def reports(self) -> Mapping[str, GatewayReport]:
+        """Every live gateway's report; the names of those that are gone are removed."""
+        found, gone = await self._members(self.keys.gateways, self.keys.gateway)
+        if gone:
+            with _translated():
+                await self._client.srem(self.keys.gateways, *gone)
+        reports = {id: _decoded(GatewayReport, text) for id, text in found.items()}
+        return {id: report for id, report in reports.items() if report is not None}
+
+    async def hosts(self) -> Sequence[HostReport]:
+        """Every live restorer's report."""
+        found, _ = await self._members(self.keys.hosts, self.keys.host)
+        reports = [_decoded(HostReport, text) for _, text in sorted(found.items())]
+        return [report for report in reports if report is not None]
+
+    async def operation(self, id: str) -> Operation | None:
+        with _translated():
+            text = await self._client.get(self.keys.operation(id))
+        return _decoded(Operation, text) if text else None
+
+    async def run(self, command: str, model: str, arguments: Mapping[str, object]) -> tuple[str, Operation | None]:
+        """Run one command of operations.lua; returns its verdict and the operation."""
+        keys = self.keys
+        prefixes = {"operation_key": keys.operation(""), "job_key": keys.job(""), "host_jobs_key": keys.host_jobs("")}
+        with _translated():
+            verdict, text = await self._script(
+                keys=[keys.replicas, keys.jobs, keys.starts(model), keys.active(model), keys.failure(model), keys.events],
+                args=[command, json.dumps({**arguments, **prefixes, "model": model})],
+            )
+        return verdict, _decoded(Operation, text) if text else None
+
+    async def _members(self, index: str, key: Any) -> tuple[dict[str, str], list[str]]:
+        """Members of a set whose own key is alive (with its value), and those whose key has expired."""
+        with _translated():
+            members: list[str] = sorted(await self._client.smembers(index))
+            values = await self._client.mget([key(member) for member in members]) if members else []
+        found = dict(zip(members, values, strict=True))
+        return {m: text for m, text in found.items() if text}, [m for m, text in found.items() if not text]
+
+
+async def _listen(pubsub: redis.asyncio.client.PubSub) -> AsyncIterator[Hint]:
+    while True:
+        with _translated():
+            message = await pubsub.get_message(ignore_subscribe_messages=True, timeout=_CALL_S)
+        if message is not None and message["type"] == "message":
+            hint = _decoded(Hint, message["data"])
+            if hint is not None:
+                yield hint
+
+
+@contextlib.contextmanager
+def _translated() -> Iterator[None]:
+    try:
+        yield
+    except (RedisError, OSError, asyncio.IncompleteReadError) as error:
+        _heed_cancellation()
+        raise StoreUnavailable(f"The store does not answer: {error}", retry_after_s=1.0) from error
+    _heed_cancellation()
+
+
+def _heed_cancellation() -> None:
+    """The client polls its sockets with timeouts of zero, and such a timeout can swallow a cancellation that comes just then."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
+
+
+def _decoded(kind: type[T], text: str) -> T | None:
+    """A record, or None when it is not one: somebody else's mistake must not stop this gateway."""
+    try:
+        return kind.model_validate_json(text)
+    except ValidationError as error:
+        logs.warning("unreadable record", kind=kind.__name__, reason=str(error).splitlines()[0])
+        return None

@@ -1,0 +1,238 @@
+"""The configuration file as types: every setting, its default, its bounds.
+
+Owns validation and the wording of its errors. Knows nothing of files or environment: callers read the YAML and pass the
+parsed mapping to :func:`parse`.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+_UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_MODEL_NAME = re.compile(r"[^\s\x00-\x1f\x7f#]{1,200}")
+
+
+class ConfigError(ValueError):
+    """The configuration is not usable. The message lists every fault, one a line: ``path: what is wrong``."""
+
+
+def _size(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    match = _SIZE.fullmatch(value)
+    if match is None or match[2].upper() not in _UNITS:
+        raise ValueError(f"{value!r} is not a size; write bytes, or a number with KiB, MiB, GiB, KB, MB or GB")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+Bytes = Annotated[int, BeforeValidator(_size), Field(ge=0)]
+"""A size in bytes; in YAML an integer or a string such as ``64 MiB``."""
+
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Engine(_Section):
+    """How one engine is started and spoken to."""
+
+    kind: Literal["llama-server", "vllm", "http"]
+    """Which adapter speaks to it; ``http`` is any server with an OpenAI-compatible ``/v1/completions``."""
+    command: Annotated[tuple[str, ...], Field(min_length=1)]
+    """argv; the first element is an absolute path. The engine must listen on 0.0.0.0 at :attr:`port`."""
+    env: Mapping[str, str] = {}
+    """Its whole environment besides PATH, HOME and LANG: nothing is inherited from the restorer."""
+    port: Annotated[int, Field(ge=1, le=65535)] = 8000
+    health_path: Annotated[str, Field(pattern="^/")] = "/health"
+    ready_timeout_s: PositiveSeconds = 1800.0
+    """A cold start that takes longer has failed."""
+
+    @field_validator("command")
+    @classmethod
+    def _absolute(cls, command: tuple[str, ...]) -> tuple[str, ...]:
+        if not command[0].startswith("/"):
+            raise ValueError(f"{command[0]!r} must be an absolute path: engines run with an environment of their own")
+        return command
+
+
+class Hold(_Section):
+    """Bounds of a waiting room."""
+
+    max_requests: Count = 1000
+    max_bytes: Bytes = 256 << 20
+    max_wait_s: PositiveSeconds = 600.0
+    """The longest a request is held; a client's own deadline may be shorter, never longer."""
+
+
+class Canary(_Section):
+    """The fixed requests whose answers a replica must repeat bit for bit."""
+
+    prompts: Annotated[tuple[str, ...], Field(min_length=1)] = (
+        "The capital of France is",
+        "Rewake restores a warmed inference engine from a snapshot. Before it may answer anyone, it must repeat what the "
+        "donor said, token for token. List the numbers from one to twenty in words: one, two, three,",
+    )
+    max_tokens: Count = 16
+    """Tokens generated for each prompt, greedily."""
+    timeout_s: PositiveSeconds = 120.0
+
+
+class SnapshotPolicy(_Section):
+    """When snapshots of a model are made."""
+
+    create: Literal["auto", "manual"] = "auto"
+    """``auto``: the first cold start is captured on its way to admission. ``manual``: by ``rewake snapshot create``."""
+    rehearse: bool = True
+    """Restore the new snapshot once and compare its canary before the manifest is written."""
+
+
+class Model(_Section):
+    """One model that clients can name."""
+
+    engine: Engine
+    aliases: tuple[str, ...] = ()
+    weights: tuple[str, ...] = ()
+    """Files or folders whose content is part of the snapshot's identity; a changed byte makes old snapshots unfit."""
+    on_cold: Literal["hold", "reject"] = "hold"
+    """With no admitted replica: keep the request waiting, or answer 503 ``model_loading`` at once. Both ask for one."""
+    on_restore_failure: Literal["cold", "reject"] = "cold"
+    """After a failed restore: start the engine cold (and say so), or answer 503 ``restore_failed``."""
+    on_no_snapshot: Literal["cold", "reject"] = "cold"
+    hold: Hold = Hold()
+    concurrency: Count = 8
+    """Requests in flight on one replica, over all gateways."""
+    max_replicas: Count = 1
+    keep: Annotated[int, Field(ge=0)] = 0
+    """Replicas kept running however idle."""
+    idle_park_s: PositiveSeconds = 300.0
+    """A replica beyond :attr:`keep` is parked (stopped, its snapshot kept) after this long without a request."""
+    drain_s: Seconds = 60.0
+    """How long a stopping replica may finish what it has begun."""
+    first_byte_timeout_s: PositiveSeconds = 600.0
+    """From dispatch to the response head; the time spent held does not count."""
+    idle_body_timeout_s: PositiveSeconds = 300.0
+    """The longest silence within a response body."""
+    snapshot: SnapshotPolicy = SnapshotPolicy()
+    canary: Canary = Canary()
+
+    @model_validator(mode="after")
+    def _keep_fits(self) -> Model:
+        if self.keep > self.max_replicas:
+            raise ValueError(f"keep is {self.keep} but max_replicas is {self.max_replicas}; raise max_replicas")
+        return self
+
+
+class Gateway(_Section):
+    """The HTTP front."""
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 8080
+    workers: Annotated[int, Field(ge=1, le=64)] = 1
+    user: str = "nobody"
+    """The account the gateway runs as when started by root."""
+    max_body_bytes: Bytes = 64 << 20
+    hold: Hold = Hold(max_requests=10_000, max_bytes=512 << 20)
+    """Bounds over all models together."""
+    drain_s: Seconds = 30.0
+    """How long open responses may finish after SIGTERM."""
+
+
+class Restorer(_Section):
+    """The worker that starts, restores, captures and stops engines on this host."""
+
+    criu: str = "criu"
+    """The CRIU binary (>= 4.2), a path or a name on PATH."""
+    criu_timeout_s: PositiveSeconds = 120.0
+    """A CRIU call that takes longer is killed together with its namespaces."""
+    network: str = "198.18.0.0/16"
+    """IPv4 network out of which each replica gets a /30 of its own; must not overlap a network this host talks to."""
+    parallel_starts: Count = 3
+    """Starts, restores and captures that may run at once on this host."""
+    lease_s: PositiveSeconds = 10.0
+    """A job whose restorer is silent for this long may be claimed by another."""
+    max_attempts: Count = 3
+    """Tries of one job before its failure is final."""
+    failure_backoff_s: PositiveSeconds = 30.0
+    """After a final failure the model answers 503 for this long before it is tried again."""
+
+    @field_validator("network")
+    @classmethod
+    def _network(cls, network: str) -> str:
+        parsed = ipaddress.IPv4Network(network)
+        if parsed.prefixlen > 28:
+            raise ValueError(f"{network} holds fewer than four replicas; use a /28 or larger network")
+        return str(parsed)
+
+
+class Store(_Section):
+    """Where gateway and restorer meet."""
+
+    url: str | None = None
+    """``redis://``, ``rediss://`` or ``unix://`` of a Redis; empty: ``rewake up`` runs an embedded one."""
+    namespace: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")] = "rewake"
+    """Prefix of every key, so that one Redis can serve several installations."""
+
+
+class Config(_Section):
+    """The whole file."""
+
+    models: Annotated[Mapping[str, Model], Field(min_length=1)]
+    gateway: Gateway = Gateway()
+    restorer: Restorer = Restorer()
+    store: Store = Store()
+    state_dir: Annotated[str, Field(pattern="^/")] = "/var/lib/rewake"
+    """Snapshots, engine logs and verification stamps; on a disk with room for them."""
+    run_dir: Annotated[str, Field(pattern="^/")] = "/run/rewake"
+    """Sockets, pid files and the admin token; every parent must be open to the gateway's user."""
+
+    @model_validator(mode="after")
+    def _names(self) -> Config:
+        taken: dict[str, str] = {}
+        for name, model in self.models.items():
+            for alias in (name, *model.aliases):
+                if not _MODEL_NAME.fullmatch(alias):
+                    raise ValueError(f"models.{name}: {alias!r} is not a usable model name (no spaces, control characters or #)")
+                if alias in taken:
+                    raise ValueError(f"models.{name}: the name {alias!r} already belongs to {taken[alias]!r}")
+                taken[alias] = name
+        return self
+
+    def resolve(self, name: str) -> str | None:
+        """The model that ``name`` (its own name or an alias) means, or None."""
+        if name in self.models:
+            return name
+        return next((model for model, spec in self.models.items() if name in spec.aliases), None)
+
+
+def parse(document: object) -> Config:
+    """Validate a parsed YAML document.
+
+    Raises:
+        ConfigError: with every fault, one a line, as ``path: reason``.
+    """
+    if not isinstance(document, Mapping):
+        raise ConfigError(f"the file must be a mapping of settings, but it holds {_kind(document)}")
+    try:
+        return Config.model_validate(document)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_line(fault) for fault in error.errors())) from None
+
+
+def _line(fault: Mapping[str, Any]) -> str:
+    path = ".".join(str(part) for part in fault["loc"]) or "(file)"
+    reason = "unknown setting; remove it or mend its spelling" if fault["type"] == "extra_forbidden" else fault["msg"]
+    return f"{path}: {str(reason).removeprefix('Value error, ')}"
+
+
+def _kind(document: object) -> str:
+    return "nothing" if document is None else f"a {type(document).__name__}"

@@ -1,0 +1,216 @@
+"""The shared store's contract: its keys, its records, their one writer, their codecs. Names only: no client lives here.
+
+::
+
+    key (after the namespace)     type    holds                                        writer
+    :schema                       string  SCHEMA; a process refuses another number     first process
+    :seq                          int     position of the latest replica write         restorer (inside Lua)
+    :fence                        int     number of the latest claim                   restorer (inside Lua)
+    :replicas                     hash    replica id -> Replica                        restorer holding its fence
+    :operation:{id}               string  Operation, expires a day after its end       gateway creates, restorer settles
+    :active:{model}               string  id of the model's running scale-up           gateway (Lua), restorer (Lua)
+    :job:{id}                     hash    record (Job), fence, owner, attempts         gateway creates, restorer settles
+    :jobs                         zset    job id -> ms (store clock) claimable from    gateway adds, restorer moves
+    :jobs:{host}                  zset    the same, for one host's restorer            gateway adds, restorer moves
+    :starts:{model}               hash    slot -> job id of each start not settled     gateway (Lua), restorer (Lua)
+    :failure:{model}              string  Failure; expires when it may be tried again  restorer
+    :gateways / :gateway:{id}     set, string (expires)   GatewayReport                that gateway
+    :hosts / :host:{name}         set, string (expires)   HostReport                   that restorer
+    :suspects                     hash    incarnation -> reason                        gateway adds, restorer removes
+    :events                       pubsub  Hint: a record changed, read it again        everyone
+
+Events hint, records rule: a lost message costs a moment (readers re-read every few seconds), never a wrong state.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from policies.replica import Replica
+
+SCHEMA = "1"
+
+REPORT_TTL_MS = 6_000
+"""A gateway or host that has not reported for this long is gone; reports are renewed every second."""
+OPERATION_TTL_S = 86_400
+REJECTED_DEMAND_S = 30.0
+"""A request that was turned away counts as demand for this long, so that the start it asked for is not cancelled."""
+
+
+class Keys:
+    """The keys of one installation."""
+
+    def __init__(self, namespace: str) -> None:
+        self.prefix = namespace
+        self.schema = f"{namespace}:schema"
+        self.seq = f"{namespace}:seq"
+        self.fence = f"{namespace}:fence"
+        self.replicas = f"{namespace}:replicas"
+        self.jobs = f"{namespace}:jobs"
+        self.gateways = f"{namespace}:gateways"
+        self.hosts = f"{namespace}:hosts"
+        self.suspects = f"{namespace}:suspects"
+        self.events = f"{namespace}:events"
+
+    def operation(self, id: str) -> str:
+        return f"{self.prefix}:operation:{id}"
+
+    def active(self, model: str) -> str:
+        return f"{self.prefix}:active:{model}"
+
+    def job(self, id: str) -> str:
+        return f"{self.prefix}:job:{id}"
+
+    def host_jobs(self, host: str) -> str:
+        return f"{self.prefix}:jobs:{host}"
+
+    def starts(self, model: str) -> str:
+        return f"{self.prefix}:starts:{model}"
+
+    def failure(self, model: str) -> str:
+        return f"{self.prefix}:failure:{model}"
+
+    def gateway(self, id: str) -> str:
+        return f"{self.prefix}:gateway:{id}"
+
+    def host(self, name: str) -> str:
+        return f"{self.prefix}:host:{name}"
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+
+class JobKind(enum.StrEnum):
+    START = "start"
+    """Bring one replica to ADMITTED, by restore or cold start."""
+    STOP = "stop"
+    """Drain one replica and stop it."""
+    SNAPSHOT = "snapshot"
+    """Start a donor, capture it, publish the snapshot, let the donor go."""
+
+
+Reason = Literal["demand", "admin", "keep"]
+"""Why work was asked for. Only ``demand`` is cancelled when the demand is gone."""
+
+
+class Job(_Record):
+    """One unit of a restorer's work. A START job has the id of its replica record's slot: ``model#slot``."""
+
+    id: str
+    kind: JobKind
+    model: str
+    operation: str
+    reason: Reason
+    replica: str = ""
+    """Slot to start or stop."""
+    incarnation: str = ""
+    """STOP only: the incarnation meant; another one is left alone."""
+
+
+class OperationState(enum.StrEnum):
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class Operation(_Record):
+    """One scale-up, scale-down or snapshot, as a caller follows it. A repeated call while it runs gets the same id."""
+
+    id: str
+    kind: Literal["scale_up", "scale_down", "snapshot"]
+    model: str
+    reason: Reason
+    state: OperationState
+    jobs: tuple[str, ...]
+    """Jobs not settled yet."""
+    target: int = 0
+    """scale_up: replicas asked for."""
+    detail: str = ""
+    """Why it failed or was cancelled."""
+    code: int = 0
+    """Exit code for the command line: 0 ok, 1 failed, 3 host incompatible."""
+    snapshot: str | None = None
+    """snapshot: the id that was published."""
+    created_ms: int = 0
+    updated_ms: int = 0
+
+
+class Failure(_Record):
+    """Why no replica of a model can come for now; gateways answer with it until the key expires."""
+
+    code: Literal["restore_failed"]
+    detail: str
+    operation: str
+
+
+class ModelLoad(_Record):
+    """One model as one gateway sees it."""
+
+    held: int
+    inflight: int
+    rejected: int
+    """Requests turned away with a promise (``model_loading``) within the last REJECTED_DEMAND_S."""
+    arrivals: int
+    """Requests ever accepted as demand; a change means activity even if all else is 0."""
+
+    @property
+    def demand(self) -> int:
+        return self.held + self.inflight + self.rejected
+
+
+class GatewayReport(_Record):
+    """What one gateway worker says of itself, every second and at once when something turns to or from zero."""
+
+    id: str
+    seq: int
+    """Every replica write up to this one is known to this gateway: a drain may trust its ``replicas`` counts."""
+    models: Mapping[str, ModelLoad]
+    replicas: Mapping[str, int]
+    """incarnation -> requests in flight; absent means 0."""
+    draining: bool = False
+
+
+class SnapshotSummary(_Record):
+    """A snapshot as the admin API and ``rewake snapshot ls`` list it."""
+
+    id: str
+    model: str
+    created_ms: int
+    bytes: int
+    fits: bool
+    """It fits the host that reports it, and the model's present settings."""
+    quarantined: str | None = None
+    mismatches: tuple[str, ...] = ()
+
+
+class HostReport(_Record):
+    """What one restorer says of its host."""
+
+    host: str
+    capable: bool
+    """CRIU works here; otherwise only cold starts are possible."""
+    capability: str
+    """How CRIU was found, or what is missing."""
+    snapshots: tuple[SnapshotSummary, ...]
+    running: int
+    parallel_starts: int
+
+
+class Hint(_Record):
+    """The payload of :events. Every field is a hint; readers re-read the records."""
+
+    replica: Replica | None = None
+    """The record just written, so that an admission needs no second round trip."""
+    model: str | None = None
+    """A failure was written or cleared, or an operation of this model changed."""
+    operation: str | None = None
+    gateway: str | None = None
+    """This gateway's report changed in a way that somebody may wait for."""
+    job: str | None = None
+    """A job was added."""

@@ -1,0 +1,382 @@
+"""Boxes: the namespaces one engine lives in, from birth to ``kill -9``.
+
+A box is a set of fresh pid, mount, ipc, uts and net namespaces with a small pid 1 (:mod:`restorer.boxinit`), a private
+/dev/shm, a private folder at the same path in every box, and a veth pair whose inner address the gateway can reach. An
+engine is started, dumped and restored *inside* a box, by tools that enter it, so pids, ports, sockets and files of
+clones never meet, and the end of pid 1 is the end of all of it: processes, mounts, network.
+
+A box outlives the restorer that made it. What is needed to find it again is in /proc (the mark in pid 1's argv) and in
+one small state file; :meth:`BoxFactory.survivors` brings back the handles. Nothing here knows of replicas or snapshots.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import json
+import os
+import secrets
+import shutil
+import signal
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from restorer import boxinit
+from restorer.errors import Environment, ToolFailed, ToolHung
+
+FIRST_PID = 1000
+"""Engines start here, so that the few tools that enter a box to restore one (from pid 2 upwards) are never in its way."""
+_UNSHARE = ("unshare", "--pid", "--mount", "--ipc", "--uts", "--net", "--fork", "--kill-child", "--mount-proc", "--")
+_SPAWN = """echo {last} > /proc/sys/kernel/ns_last_pid && cd "$1" && shift && {{ setsid "$@" </dev/null >>engine.log 2>&1 & echo $!; }}"""
+_SETUP_S = 20.0
+_KILL_S = 20.0
+
+
+@dataclass(slots=True)
+class Output:
+    """What a tool left behind."""
+
+    rc: int
+    text: str
+    """The end of its stdout and stderr."""
+
+
+@dataclass(slots=True)
+class Box:
+    """A handle on one box. Single-owner: its methods are called by one task at a time, :meth:`kill` by anyone."""
+
+    id: str
+    init_pid: int
+    """Host pid of its pid 1."""
+    index: int
+    """Number of its /30 within the factory's network."""
+    host_address: str
+    address: str
+    """Where what listens on 0.0.0.0 inside is reached from the host."""
+    folder: Path
+    """On the host: ``private/`` (bound at ``mountpoint`` inside), ``box.log``, ``work/`` for the tools' logs."""
+    mountpoint: Path
+    state_file: Path
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What the owner wants to find again after a crash; saved by :meth:`remember`."""
+
+    @property
+    def private(self) -> Path:
+        return self.folder / "private"
+
+    @property
+    def work(self) -> Path:
+        return self.folder / "work"
+
+    @property
+    def log(self) -> Path:
+        """The engine's stdout and stderr."""
+        return self.private / "engine.log"
+
+    @property
+    def root(self) -> Path:
+        """The box's file system as seen from the host."""
+        return Path(f"/proc/{self.init_pid}/root")
+
+    @property
+    def alive(self) -> bool:
+        return _start_time(self.init_pid) == self.facts.get("init_start_time")
+
+    def remember(self, **facts: Any) -> None:
+        """Save facts for :meth:`BoxFactory.survivors`; atomic, and gone after a reboot, like the box itself."""
+        self.facts.update(facts)
+        record = {"id": self.id, "init_pid": self.init_pid, "index": self.index, "facts": self.facts}
+        temporary = self.state_file.with_suffix(".tmp")
+        temporary.write_text(json.dumps(record))
+        temporary.replace(self.state_file)
+
+    async def run(self, argv: Sequence[str], *, timeout_s: float, env: Mapping[str, str] | None = None) -> Output:
+        """Run a tool inside the box and wait for it.
+
+        Raises:
+            ToolHung: it did not end within ``timeout_s`` seconds and was killed. A hung CRIU leaves half-made processes
+                behind: the caller kills the box.
+        """
+        tool = await asyncio.create_subprocess_exec(
+            *("nsenter", "-t", str(self.init_pid), "-p", "-m", "-i", "-u", "-n", "--"),
+            *argv,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env=dict(os.environ if env is None else env),
+            start_new_session=True,
+        )
+        try:
+            async with asyncio.timeout(timeout_s):
+                out, _ = await tool.communicate()
+        except TimeoutError:
+            raise ToolHung(f"{argv[0]} did not end within {timeout_s:g} s inside box {self.id}; it was killed") from None
+        finally:
+            if tool.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(tool.pid, signal.SIGKILL)
+                await tool.wait()
+        assert tool.returncode is not None
+        return Output(tool.returncode, out[-4000:].decode(errors="replace"))
+
+    async def spawn(self, argv: Sequence[str], env: Mapping[str, str]) -> int:
+        """Start an engine: own session, stdin from /dev/null, output appended to :attr:`log`. Returns its pid *inside*."""
+        script = _SPAWN.format(last=FIRST_PID - 1)
+        started = await self.run(["/bin/sh", "-c", script, "sh", str(self.mountpoint), *argv], timeout_s=_SETUP_S, env=env)
+        if started.rc != 0:
+            raise ToolFailed("sh", started.rc, started.text)
+        return int(started.text.split()[-1])
+
+    def host_pid(self, inner_pid: int) -> int | None:
+        """The host's number of a process that pid 1 of the box is parent of; None when there is none."""
+        with contextlib.suppress(OSError):
+            for pid in Path(f"/proc/{self.init_pid}/task/{self.init_pid}/children").read_text().split():
+                with contextlib.suppress(OSError):
+                    if _status(int(pid), "NSpid").split()[-1] == str(inner_pid):
+                        return int(pid)
+        return None
+
+    async def kill(self) -> None:
+        """End everything in the box and wait until it is gone. Idempotent; shielded from cancellation by its callers."""
+        if self.alive:
+            with contextlib.suppress(ProcessLookupError):
+                pidfd = os.pidfd_open(self.init_pid)
+                try:
+                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                    await _readable(pidfd, _KILL_S, f"pid 1 of box {self.id} did not die within {_KILL_S:g} s of SIGKILL")
+                finally:
+                    os.close(pidfd)
+        await _ip([f"link del {_link(self.host_address)}"], check=False)
+        self.state_file.unlink(missing_ok=True)
+        await asyncio.to_thread(shutil.rmtree, self.folder, True)
+
+
+class BoxFactory:
+    """Makes boxes, keeps a few ready, and finds those that a dead restorer left behind.
+
+    Args:
+        run_dir: state files and the common mountpoint; lost at reboot.
+        state_dir: the boxes' folders (logs, private files).
+        network: IPv4 network split into one /30 per box.
+        spare: ready boxes to keep, so that a restore does not wait for namespaces (about 50 ms).
+    """
+
+    def __init__(self, *, run_dir: Path, state_dir: Path, network: str, spare: int) -> None:
+        self._network = ipaddress.IPv4Network(network)
+        self._states = run_dir / "boxes"
+        self._folders = state_dir / "boxes"
+        self.mountpoint = run_dir / "box"
+        self._mark = f"rewake-box={self._states}"
+        self._taken: set[int] = set()
+        self._spare = spare
+        self._ready: list[Box] = []
+        self._unshares: set[asyncio.subprocess.Process] = set()
+        self._filling = asyncio.Lock()
+        for folder in (self._states, self._folders, self.mountpoint):
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    async def take(self) -> Box:
+        """A fresh box. The caller owns it and kills it."""
+        while self._ready:
+            box = self._ready.pop()
+            if box.alive:
+                return box
+            await self.discard(box)
+        return await self._make()
+
+    async def fill(self) -> None:
+        """Top the spares up; called when nothing is urgent."""
+        async with self._filling:
+            while len(self._ready) < self._spare:
+                self._ready.append(await self._make())
+
+    async def discard(self, box: Box) -> None:
+        """Kill a box and free its network."""
+        await box.kill()
+        self._taken.discard(box.index)
+
+    async def close(self) -> None:
+        """Kill the spares."""
+        async with self._filling:
+            while self._ready:
+                await self.discard(self._ready.pop())
+
+    async def survivors(self) -> list[Box]:
+        """Handles of every live box of this factory that another process made; state files of dead ones are removed.
+
+        Boxes whose state file was never written (the maker died in between) come back without facts.
+        """
+        found = {}
+        for pid, id in self._marked():
+            state_file = self._states / f"{id}.json"
+            record: dict[str, Any] = {}
+            with contextlib.suppress(OSError, ValueError):
+                record = json.loads(state_file.read_text())
+            index = int(record.get("index", 0))
+            box = self._handle(id, pid, index)
+            box.facts = {**record.get("facts", {}), "init_start_time": _start_time(pid)}
+            self._taken.add(index)
+            found[id] = box
+        for stale in (path for path in self._states.iterdir() if path.stem not in found):
+            stale.unlink(missing_ok=True)
+        for folder in (path for path in self._folders.iterdir() if path.name not in found):
+            await asyncio.to_thread(shutil.rmtree, folder, True)
+        return list(found.values())
+
+    def _marked(self) -> list[tuple[int, str]]:
+        """(host pid of pid 1, box id) of every box with this factory's mark."""
+        boxes = []
+        for entry in os.listdir("/proc"):
+            if entry.isdigit():
+                with contextlib.suppress(OSError):
+                    argv = Path(f"/proc/{entry}/cmdline").read_bytes().split(b"\0")
+                    mark = next((arg.decode() for arg in argv if arg.startswith(self._mark.encode() + b"/")), None)
+                    if mark is not None and _status(int(entry), "NSpid").split()[-1] == "1":
+                        boxes.append((int(entry), mark.rpartition("/")[2]))
+        return boxes
+
+    def _handle(self, id: str, init_pid: int, index: int) -> Box:
+        base = self._network.network_address + 4 * index
+        return Box(
+            id=id,
+            init_pid=init_pid,
+            index=index,
+            host_address=str(base + 1),
+            address=str(base + 2),
+            folder=self._folders / id,
+            mountpoint=self.mountpoint,
+            state_file=self._states / f"{id}.json",
+        )
+
+    def _take_index(self) -> int:
+        count = self._network.num_addresses // 4
+        index = next((n for n in range(count) if n not in self._taken), None)
+        if index is None:
+            raise Environment(f"all {count} addresses of {self._network} are in use; give restorer.network a larger network")
+        self._taken.add(index)
+        return index
+
+    async def _make(self) -> Box:
+        id, index = secrets.token_hex(6), self._take_index()
+        box = self._handle(id, 0, index)
+        try:
+            for folder in (box.private / "tmp", box.private / "home", box.work):
+                folder.mkdir(parents=True, mode=0o700)
+            box.init_pid = await self._unshare(box)
+            box.remember(init_start_time=_start_time(box.init_pid))
+            await _connect(box)
+        except BaseException:
+            await asyncio.shield(self.discard(box))
+            raise
+        return box
+
+    async def _unshare(self, box: Box) -> int:
+        """Start pid 1 and wait until it is ready; returns its host pid."""
+        argv = (sys.executable, "-I", "-S", boxinit.__file__, f"{self._mark}/{box.id}", str(box.private), str(self.mountpoint))
+        with (box.folder / "box.log").open("ab") as log:
+            process = await asyncio.create_subprocess_exec(
+                *_UNSHARE,
+                *argv,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                cwd="/",
+                start_new_session=True,
+            )
+        self._unshares.add(process)
+        reaper = asyncio.create_task(process.wait())
+        reaper.add_done_callback(lambda _: self._unshares.discard(process))
+        assert process.stdout is not None
+        line = b""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_SETUP_S):
+                line = await process.stdout.readline()
+        if line != b"ready\n":
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            said = (box.folder / "box.log").read_text(errors="replace").strip()
+            raise Environment(f"this host cannot make a box: {said or 'unshare said nothing'}; run `rewake doctor`")
+        return int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0])
+
+
+async def _connect(box: Box) -> None:
+    """Give the box its veth pair and addresses."""
+    link = _link(box.host_address)
+    await _ip(
+        [
+            f"link add {link} type veth peer name eth0 netns {box.init_pid}",
+            f"addr add {box.host_address}/30 dev {link}",
+            f"link set {link} up",
+        ]
+    )
+    await _ip([f"addr add {box.address}/30 dev eth0", "link set eth0 up"], enter=box.init_pid)
+
+
+def _link(host_address: str) -> str:
+    """Interface name (at most 15 characters), unique per address so that installations on one host do not clash."""
+    return f"rw{int(ipaddress.IPv4Address(host_address)):08x}"
+
+
+async def _ip(commands: Sequence[str], *, enter: int | None = None, check: bool = True) -> None:
+    prefix = () if enter is None else ("nsenter", "-t", str(enter), "-n", "--")
+    process = await asyncio.create_subprocess_exec(
+        *prefix,
+        *("ip", "-batch", "-"),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    async with asyncio.timeout(_SETUP_S):
+        _, err = await process.communicate("\n".join([*commands, ""]).encode())
+    if check and process.returncode != 0:
+        raise Environment(f"ip: {err.decode(errors='replace').strip()}; does restorer.network overlap a network of this host?")
+
+
+@contextlib.asynccontextmanager
+async def watch(pid: int) -> AsyncIterator[asyncio.Future[None]]:
+    """A future that is done when the process ``pid`` has ended, be it a child or not.
+
+    Raises:
+        ProcessLookupError: there is no such process.
+    """
+    loop = asyncio.get_running_loop()
+    pidfd = os.pidfd_open(pid)
+    ended: asyncio.Future[None] = loop.create_future()
+    loop.add_reader(pidfd, lambda: ended.done() or ended.set_result(None))
+    try:
+        yield ended
+    finally:
+        loop.remove_reader(pidfd)
+        os.close(pidfd)
+
+
+async def _readable(fd: int, timeout_s: float, complaint: str) -> None:
+    loop = asyncio.get_running_loop()
+    ready = asyncio.Event()
+    loop.add_reader(fd, ready.set)
+    try:
+        async with asyncio.timeout(timeout_s):
+            await ready.wait()
+    except TimeoutError:
+        raise ToolHung(complaint) from None
+    finally:
+        loop.remove_reader(fd)
+
+
+def _status(pid: int, name: str) -> str:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return line.partition(":")[2].strip()
+    raise OSError(f"/proc/{pid}/status has no {name}")
+
+
+def _start_time(pid: int) -> int | None:
+    """Field 22 of /proc/PID/stat: tells a process from a later one with the same pid. None when there is none."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
+    except OSError:
+        return None

@@ -1,0 +1,81 @@
+"""How the command line shows things: tables, JSON, sizes and times, the progress of long work.
+
+Results go to stdout and progress to stderr, so that a pipe carries results alone. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+
+
+def when(ms: int) -> str:
+    """A wall-clock time in milliseconds, for people."""
+    return datetime.fromtimestamp(ms / 1000, UTC).strftime("%Y-%m-%d %H:%M:%SZ") if ms else "-"
+
+
+def size(count: int) -> str:
+    """Bytes, for people."""
+    return f"{count / (1 << 30):.2f} GiB" if count >= 1 << 30 else f"{count / (1 << 20):.1f} MiB"
+
+
+def print_json(document: object) -> None:
+    print(json.dumps(document, indent=2, ensure_ascii=False))
+
+
+def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table that fits the terminal; elsewhere every row is one line, however long."""
+    console = _console()
+    if not console.is_terminal:
+        lines = [[cell.replace("\n", "; ") for cell in row] for row in (titles, *rows)]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        for line in lines:
+            print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+        return
+    table = Table(*titles, box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+@contextlib.contextmanager
+def bytes_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar with rate and estimate on a terminal, nothing elsewhere; yields a function that is told the bytes done."""
+    console = _console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda done: bar.update(task, completed=done)
+
+
+@contextlib.contextmanager
+def stages(what: str) -> Iterator[Callable[[float, Sequence[str]], None]]:
+    """What goes on and for how long: one living line on a terminal, a line for each change elsewhere.
+
+    Yields a function that is told the seconds so far and what goes on.
+    """
+    console, last = _console(stderr=True), ""
+    with console.status(what) as status:
+
+        def show(elapsed_s: float, doing: Sequence[str]) -> None:
+            nonlocal last
+            now = ", ".join(doing) or "waiting"
+            line = f"{what}: {now} ({elapsed_s:.0f} s)"
+            status.update(line)
+            if not console.is_terminal and now != last:
+                print(line, file=sys.stderr, flush=True)
+            last = now
+
+        yield show
+
+
+def _console(*, stderr: bool = False) -> Console:
+    """Takes names of models and files as they are: nothing in them is markup."""
+    return Console(stderr=stderr, markup=False, highlight=False, emoji=False)

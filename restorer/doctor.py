@@ -1,0 +1,126 @@
+"""What of this host works, what does not, and how to mend it: the report behind ``rewake doctor``.
+
+Owns which checks there are and their deadlines; the looking is :mod:`restorer.probes`', the printing the command line's.
+Changes nothing on the host.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Iterator
+from pathlib import Path
+
+from policies.config import Config, Model
+from restorer import embedded, probes, rundir
+from restorer.errors import Environment
+from restorer.probes import Finding
+
+_DEADLINE_S = 40.0
+_STORE_S = 5.0
+
+
+async def examine(config: Config) -> list[Finding]:
+    """Every finding about this host and what ``config`` asks of it, in a fixed order. Takes seconds.
+
+    ``Config.model_construct(models={})`` asks about the host alone.
+    """
+    restorer, state_dir = config.restorer, Path(config.state_dir)
+    checks: dict[str, Awaitable[Finding]] = {
+        "capabilities": asyncio.to_thread(probes.capabilities),
+        "kernel": asyncio.to_thread(probes.kernel),
+        "criu": criu(config),
+        "tools": asyncio.to_thread(probes.tools),
+        "namespaces": probes.namespaces(),
+        "veth": probes.veth(),
+        "ns_last_pid": probes.ns_last_pid(),
+        "network": probes.network(restorer.network),
+        "io_uring": asyncio.to_thread(probes.io_uring),
+        "userfaultfd": asyncio.to_thread(probes.userfaultfd),
+        "huge pages": asyncio.to_thread(probes.huge_pages),
+        "cgroups": asyncio.to_thread(probes.cgroups),
+        "store": store(config.store.url),
+        "disk": asyncio.to_thread(probes.disk, state_dir),
+        "punch hole": asyncio.to_thread(probes.punch_hole, state_dir),
+        "memory": asyncio.to_thread(probes.memory),
+        "gpu": probes.gpu(),
+        "account": asyncio.to_thread(account, config),
+        "run_dir": asyncio.to_thread(run_dir, config),
+    }
+    found = await asyncio.gather(*(_within(name, check) for name, check in checks.items()))
+    return [*found, *(finding for name, model in config.models.items() for finding in _model(name, model))]
+
+
+async def criu(config: Config) -> Finding:
+    """Whether snapshots can be made and restored here; otherwise every start is cold."""
+    return await _within("criu", probes.criu(config.restorer.criu))
+
+
+async def store(url: str | None) -> Finding:
+    """The store answers, or the embedded one runs here."""
+    try:
+        if url:
+            await embedded.answers(url, within=_STORE_S)
+            return Finding("store", "ok", "answers PING")
+        rc, said = await probes.tool(str(embedded.binary()), "--version")
+    except Environment as error:
+        return Finding("store", "fail", str(error), "start it, or mend store.url; empty: `rewake up` runs an embedded one")
+    if rc:
+        return Finding("store", "fail", f"the embedded one does not run: {said}", "set store.url to a Redis")
+    return Finding("store", "ok", f"embedded: {said.partition(' sha=')[0]}")
+
+
+def account(config: Config) -> Finding:
+    """The account that the gateway gives root up for."""
+    try:
+        who = rundir.account(config.gateway.user)
+    except Environment as error:
+        return Finding("account", "fail", str(error), "set gateway.user to an account without rights, such as nobody")
+    if who is None:
+        return Finding("account", "ok", f"not root: the gateway runs as uid {os.geteuid()} like everything else")
+    return Finding("account", "ok", f"the gateway runs as {who.name} (uid {who.uid})")
+
+
+def run_dir(config: Config) -> Finding:
+    """The gateway's account can reach the sockets."""
+    place = Path(config.run_dir)
+    try:
+        who = rundir.account(config.gateway.user)
+    except Environment:
+        return Finding("run_dir", "warn", "not tried: there is no account to try it for", "mend gateway.user")
+    closed = None if who is None else rundir.closed_to(place, who)
+    if who is not None and closed is not None:
+        return Finding("run_dir", "fail", f"{closed} is closed to {who.name}", f"chmod o+x {closed}, or set run_dir elsewhere")
+    nearest = next(p for p in (place, *place.parents) if p.exists())
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        return Finding("run_dir", "fail", f"{nearest} is not writable", "run as root, or set run_dir to a folder of yours")
+    return Finding("run_dir", "ok", str(place))
+
+
+def _model(name: str, model: Model) -> Iterator[Finding]:
+    program = Path(model.engine.command[0])
+    if not program.is_file():
+        yield Finding(f"models.{name}", "fail", f"{program} is not there", f"install it or mend models.{name}.engine.command")
+    elif not os.access(program, os.X_OK):
+        yield Finding(f"models.{name}", "fail", f"{program} is not executable", f"chmod +x {program}")
+    else:
+        yield Finding(f"models.{name}", "ok", f"{model.engine.kind}: {program}")
+    missing = [path for path in model.weights if not Path(path).exists()]
+    if missing:
+        yield Finding(f"models.{name}.weights", "fail", f"not there: {', '.join(missing)}", "fetch them or mend the path")
+    elif model.weights:
+        yield Finding(f"models.{name}.weights", "ok", ", ".join(model.weights))
+    else:
+        remedy = "list the model's files, so that a changed one is not taken for the one in the snapshot"
+        yield Finding(f"models.{name}.weights", "warn", "none listed", remedy)
+
+
+async def _within(name: str, check: Awaitable[Finding]) -> Finding:
+    try:
+        async with asyncio.timeout(_DEADLINE_S):
+            return await check
+    except TimeoutError:
+        return Finding(name, "fail", "no answer in time", "something on this host hangs; see dmesg")
+    except OSError as error:
+        where = f": {error.filename}" if error.filename else ""
+        return Finding(name, "fail", f"{error.strerror or error}{where}", "mend that, or run this as root")

@@ -1,0 +1,187 @@
+"""Files on disk: durable writes, hashes, holes. Knows nothing of snapshots; blocking, so async callers use threads."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import secrets
+import shutil
+import stat
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+from restorer.errors import Environment, ToolFailed, ToolHung
+
+_CHUNK = 1 << 20
+_ZEROS = bytes(_CHUNK)
+
+
+@contextlib.contextmanager
+def disk_space(doing: str, folder: Path, need: int = 0) -> Iterator[None]:
+    """Turn "no space left" and "quota exceeded" into :class:`Environment`, saying what was being done and how to go on.
+
+    Args:
+        need: bytes that the whole step takes, if known.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        with contextlib.suppress(OSError):
+            folder = next(place for place in (folder, *folder.parents) if place.exists())
+        free = shutil.disk_usage(folder).free
+        wanted = f"free at least {need - free} bytes" if need > free else "free some space"
+        raise Environment(
+            f"disk full while {doing}: {free} bytes are left at {folder}; {wanted}, or move state_dir to a larger disk"
+        ) from error
+
+
+def write_durable(path: Path, data: bytes, mode: int = 0o400) -> None:
+    """Write a whole file so that after a crash it is either there in full or not at all.
+
+    Temporary file in the same folder, write, fsync, rename, fsync of the folder.
+
+    Raises:
+        OSError: the file could not be written; nothing is left behind and an older file is untouched.
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fchmod(file.fileno(), mode)
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    fsync(path.parent)
+
+
+def fsync(path: Path) -> None:
+    """Make one file's or one folder's content durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def fsync_tree(root: Path) -> None:
+    """Make every regular file and folder under ``root`` durable, deepest first, ``root`` last."""
+    for folder, _, names in os.walk(root, topdown=False):
+        for name in names:
+            path = Path(folder, name)
+            if stat.S_ISREG(path.lstat().st_mode):
+                fsync(path)
+        fsync(Path(folder))
+
+
+def hash_file(path: Path) -> str:
+    """SHA-256 (hex) of a regular file's content; holes count as the zeros they read as, but are not read.
+
+    Raises:
+        OSError: it cannot be read, is not a regular file, is a symlink, or shrank meanwhile.
+    """
+    # Non-blocking, so that a FIFO in a file's place is refused rather than waited for.
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        return hash_fd(fd)
+    finally:
+        os.close(fd)
+
+
+def hash_fd(fd: int) -> str:
+    """:func:`hash_file` of an open file; moves its position."""
+    facts = os.fstat(fd)
+    if not stat.S_ISREG(facts.st_mode):
+        raise OSError(errno.EINVAL, "not a regular file")
+    digest, at = hashlib.sha256(), 0
+    buffer = memoryview(bytearray(min(_CHUNK, max(facts.st_size, 1))))
+    for start, end in data_extents(fd, facts.st_size):
+        _zeros(digest, start - at)
+        at = start
+        os.lseek(fd, start, os.SEEK_SET)
+        while at < end:
+            count = os.readv(fd, [buffer[: end - at]])
+            if count == 0:
+                raise OSError(errno.EIO, f"shrank from {facts.st_size} to {at} bytes while it was read")
+            digest.update(buffer[:count])
+            at += count
+    _zeros(digest, facts.st_size - at)
+    return digest.hexdigest()
+
+
+def data_extents(fd: int, size: int) -> Iterator[tuple[int, int]]:
+    """(start, end) of every run of data in an open file of ``size`` bytes; what lies between is holes."""
+    at = 0
+    while at < size:
+        try:
+            start = os.lseek(fd, at, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno == errno.ENXIO:
+                return
+            raise
+        at = min(os.lseek(fd, start, os.SEEK_HOLE), size)
+        if start < at:
+            yield start, at
+
+
+def allocated(path: Path) -> int:
+    """Bytes that a file, or all files under a folder, take on disk."""
+    if not stat.S_ISDIR(path.lstat().st_mode):
+        return path.lstat().st_blocks * 512
+    return sum(Path(folder, name).lstat().st_blocks * 512 for folder, _, names in os.walk(path) for name in names)
+
+
+def dig_holes(path: Path, *, timeout_s: float = 600.0) -> int:
+    """Turn runs of zeros into holes, by util-linux's ``fallocate``; the content reads the same. Returns bytes freed.
+
+    A file system without holes frees nothing, and that is all: it costs space, never correctness.
+
+    Raises:
+        Environment: there is no ``fallocate``.
+        ToolFailed, ToolHung: it failed, or took longer than ``timeout_s``.
+    """
+    before = allocated(path)
+    argv = ["fallocate", "--dig-holes", str(path)]
+    try:
+        done = subprocess.run(
+            argv, capture_output=True, text=True, timeout=timeout_s, check=False, env={**os.environ, "LC_ALL": "C"}
+        )
+    except FileNotFoundError:
+        raise Environment("fallocate is missing; install util-linux") from None
+    except subprocess.TimeoutExpired:
+        raise ToolHung(f"fallocate --dig-holes {path} did not end within {timeout_s:g} s and was killed") from None
+    if done.returncode != 0 and "not supported" not in done.stderr:
+        if os.strerror(errno.ENOSPC) in done.stderr:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        raise ToolFailed("fallocate", done.returncode, done.stderr)
+    return max(0, before - allocated(path))
+
+
+def copy_sparse(source: int, target: int) -> int:
+    """Copy one open file into another, empty one; holes stay holes. Returns the bytes of data copied."""
+    size, copied = os.fstat(source).st_size, 0
+    for start, end in data_extents(source, size):
+        os.lseek(target, start, os.SEEK_SET)
+        at = start
+        while at < end:
+            count = os.sendfile(target, source, at, end - at)
+            if count == 0:
+                raise OSError(errno.EIO, f"shrank from {size} to {at} bytes while it was copied")
+            at += count
+            copied += count
+    os.ftruncate(target, size)
+    return copied
+
+
+def _zeros(digest: hashlib._Hash, count: int) -> None:
+    while count > 0:
+        digest.update(_ZEROS if count >= _CHUNK else _ZEROS[:count])
+        count -= _CHUNK

@@ -1,0 +1,106 @@
+"""Is what lies on the disk what a manifest says? Answers with every fault, by name.
+
+Reads, never writes; knows the shape of a snapshot's folder, not where snapshots are kept.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from policies.manifest import Manifest, SnapshotObject
+from restorer.stamps import Stamps
+
+MANIFEST = "manifest.json"
+FOLDERS = ("images", "scratch")
+"""The parts of a snapshot that hold its objects."""
+
+
+class Fault(NamedTuple):
+    """One way in which a snapshot, or a file it depends on, is not what its manifest says."""
+
+    path: str
+    expected: str
+    found: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: expected {self.expected}, found {self.found}"
+
+
+def verify_files(manifest: Manifest, stamps: Stamps) -> list[Fault]:
+    """Every file outside the snapshot that its engine needs (binaries, libraries, weights) and that has changed since."""
+    faults: list[Fault] = []
+    sound: dict[Path, tuple[str, str]] = {}
+    for file in manifest.files:
+        try:
+            size = os.stat(file.path).st_size
+        except OSError as error:
+            faults.append(Fault(file.path, "the file the donor had open", _why(error)))
+            continue
+        if size == file.bytes:
+            sound[Path(file.path)] = (file.path, file.sha256)
+        else:
+            faults.append(Fault(file.path, f"{file.bytes} bytes", f"{size} bytes"))
+    return faults + differences({str(path): wanted for path, wanted in sound.items()}, stamps.sha256_all(sound))
+
+
+def differences(wanted: Mapping[str, tuple[str, str]], hashes: Mapping[Path, str | OSError]) -> list[Fault]:
+    """Faults of content. ``wanted``: path -> (name to report, SHA-256)."""
+    faults = []
+    for path, found in hashes.items():
+        name, sha256 = wanted[str(path)]
+        if isinstance(found, OSError):
+            faults.append(Fault(name, f"sha256 {sha256}", _why(found)))
+        elif found != sha256:
+            faults.append(Fault(name, f"sha256 {sha256}", f"sha256 {found}"))
+    return faults
+
+
+def _why(error: OSError) -> str:
+    return error.strerror or str(error)
+
+
+def shape(folder: Path, item: SnapshotObject) -> Fault | None:
+    """What can be said of an object without reading it."""
+    parts = item.path.split("/")
+    if parts[0] not in FOLDERS or "\0" in item.path or any(part in ("", ".", "..") for part in parts):
+        return Fault(item.path, "a path inside the snapshot", "one that leads out of it")
+    try:
+        facts = (folder / item.path).lstat()
+    except OSError as error:
+        return Fault(item.path, f"{item.bytes} bytes", _why(error))
+    if not stat.S_ISREG(facts.st_mode):
+        return Fault(item.path, "a regular file", stat.filemode(facts.st_mode))
+    if facts.st_size != item.bytes:
+        return Fault(item.path, f"{item.bytes} bytes", f"{facts.st_size} bytes")
+    if stat.S_IMODE(facts.st_mode) != item.mode:
+        return Fault(item.path, f"mode {item.mode:04o}", f"mode {stat.S_IMODE(facts.st_mode):04o}")
+    return _ownership(item.path, facts)
+
+
+def _ownership(name: str, facts: os.stat_result) -> Fault | None:
+    if facts.st_uid != os.geteuid():
+        return Fault(name, f"owner {os.geteuid()}", f"owner {facts.st_uid}")
+    if facts.st_mode & 0o022:
+        return Fault(name, "writable by its owner alone", f"mode {stat.S_IMODE(facts.st_mode):04o}")
+    return None
+
+
+def strangers(folder: Path, manifest: Manifest) -> Iterator[Fault]:
+    """Faults of the folders and of the one around them, and whatever lies in them that the manifest does not name."""
+    fault = _ownership(str(folder.parent), os.lstat(folder.parent))
+    if fault is not None:
+        yield fault
+    named = {item.path for item in manifest.objects} | {MANIFEST}
+    for parent, folders, names in os.walk(folder):
+        relative = os.path.relpath(parent, folder)
+        fault = _ownership(relative, os.lstat(parent))
+        if fault is not None:
+            yield fault
+        for name in [*names, *(name for name in folders if Path(parent, name).is_symlink())]:
+            path = os.path.normpath(os.path.join(relative, name))
+            if path not in named:
+                yield Fault(path, "nothing of this name", stat.filemode(os.lstat(os.path.join(parent, name)).st_mode))

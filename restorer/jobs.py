@@ -1,0 +1,259 @@
+"""The restorer's one door to the shared store: claimed jobs, replica records, what gateways report.
+
+A claim is a lease with a fence. While the lease is held the job is ours; every write carries the fence, and the store
+refuses it once a later claim exists, so a restorer that was paused for an hour can do no harm when it wakes up. Errors of
+the client library become :class:`StoreUnavailable` here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import redis.asyncio
+from pydantic import BaseModel, ValidationError
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from policies.replica import Replica
+from policies.wire import (
+    OPERATION_TTL_S,
+    REPORT_TTL_MS,
+    SCHEMA,
+    Failure,
+    GatewayReport,
+    Hint,
+    HostReport,
+    Job,
+    Keys,
+    OperationState,
+)
+from restorer.errors import RestorerError
+
+T = TypeVar("T", bound=BaseModel)
+_CALL_S = 5.0
+
+
+class StoreUnavailable(RestorerError):
+    """The shared store did not answer, or not as expected."""
+
+    kind = "environment"
+
+
+class LeaseLost(RestorerError):
+    """Another claim of this job, or a later write of this record, exists; whatever was being done must be undone."""
+
+    kind = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """The right to work on a job, until the lease ends."""
+
+    job: Job
+    fence: int
+    attempts: int
+    """How often the job was claimed, this time included."""
+    queue: str
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a job ended."""
+
+    state: OperationState
+    detail: str = ""
+    code: int = 0
+    snapshot: str = ""
+    failure: Failure | None = None
+    """Set: the model cannot be started for now, and gateways say so."""
+    failure_s: float = 0.0
+
+
+class JobStore:
+    """Calls to one installation's keys, for the restorer of one host.
+
+    Args:
+        url: ``redis://``, ``rediss://`` or ``unix://``.
+        namespace: prefix of every key.
+        host: name of this host, the owner of its claims.
+    """
+
+    def __init__(self, url: str, namespace: str, host: str) -> None:
+        self.keys = Keys(namespace)
+        self.host = host
+        common: dict[str, Any] = {"decode_responses": True, "socket_connect_timeout": _CALL_S, "socket_timeout": _CALL_S}
+        self._client: Any = redis.asyncio.from_url(url, retry=Retry(NoBackoff(), 1), **common)
+        self._listener: Any = redis.asyncio.from_url(url, retry=Retry(NoBackoff(), 0), health_check_interval=5, **common)
+        self._script = self._client.register_script(Path(__file__).with_name("jobs.lua").read_text())
+        self._queues = [self.keys.host_jobs(host), self.keys.jobs]
+
+    async def close(self) -> None:
+        with contextlib.suppress(RedisError, OSError):
+            await self._client.aclose()
+            await self._listener.aclose()
+
+    async def check_schema(self) -> None:
+        """Claim an empty store for this schema, or make sure that it has it; raises StoreUnavailable if not."""
+        with _translated():
+            await self._client.set(self.keys.schema, SCHEMA, nx=True)
+            found = await self._client.get(self.keys.schema)
+        if found != SCHEMA:
+            raise StoreUnavailable(
+                f"the store's keys under {self.keys.prefix!r} have schema {found}, not {SCHEMA}; use another namespace"
+            )
+
+    async def claim(self, lease_s: float) -> Claim | None:
+        """The next job that is due, this host's own first; None when there is none."""
+        found = await self._call("claim", queues=self._queues, owner=self.host, ttl_ms=_ms(lease_s), job_key=self.keys.job(""))
+        if found is None:
+            return None
+        queue, record, fence, attempts = found
+        return Claim(Job.model_validate_json(record), int(fence), int(attempts), queue)
+
+    async def renew(self, claim: Claim, lease_s: float) -> bool:
+        """Extend the lease; False when it was lost."""
+        return bool(await self._call("renew", **self._held(claim), ttl_ms=_ms(lease_s)))
+
+    async def release(self, claim: Claim, delay_s: float) -> None:
+        """Give the job back, due again after ``delay_s`` seconds."""
+        await self._call("release", **self._held(claim), delay_ms=_ms(delay_s))
+
+    async def write(self, record: Replica, claim: Claim | None = None) -> None:
+        """Write a replica's record and tell everyone.
+
+        Raises:
+            LeaseLost: a later fence has written it, or ``claim`` was lost.
+        """
+        held = {} if claim is None else {"job_key": self.keys.job(""), "job": claim.job.id}
+        seq = await self._call("write", replica=record.id, record=record.model_dump_json(), fence=record.fence, **held)
+        if not seq:
+            raise LeaseLost(f"replica {record.id}: a later claim has written its record")
+
+    async def settle(self, claim: Claim, outcome: Outcome, record: Replica | None = None) -> None:
+        """End a job, and write its replica's record in the same step.
+
+        Raises:
+            LeaseLost: the claim was lost; nothing was written.
+        """
+        job = claim.job
+        written = {} if record is None else {"replica": record.id, "record": record.model_dump_json()}
+        done = await self._call(
+            "settle",
+            **self._held(claim),
+            **written,
+            operation_key=self.keys.operation(""),
+            active_key=self.keys.active(job.model),
+            starts_key=self.keys.starts(job.model),
+            slot=job.replica.rpartition("#")[2] if job.kind == "start" else "",
+            state=outcome.state,
+            detail=outcome.detail,
+            code=outcome.code,
+            snapshot=outcome.snapshot,
+            ttl_s=OPERATION_TTL_S,
+            failure_key=self.keys.failure(job.model),
+            failure="" if outcome.failure is None else outcome.failure.model_dump_json(),
+            failure_ms=max(1, _ms(outcome.failure_s)),
+        )
+        if not done:
+            raise LeaseLost(f"job {job.id}: another claim of it exists")
+
+    async def replicas(self) -> dict[str, Replica]:
+        """Every replica record."""
+        with _translated():
+            records = await self._client.hgetall(self.keys.replicas)
+        return {id: record for id, text in records.items() if (record := _decoded(Replica, text)) is not None}
+
+    async def gateways(self) -> list[GatewayReport]:
+        """What every live gateway says of itself; dead ones are forgotten."""
+        with _translated():
+            ids = sorted(await self._client.smembers(self.keys.gateways))
+            texts = await self._client.mget([self.keys.gateway(id) for id in ids]) if ids else []
+            gone = [id for id, text in zip(ids, texts, strict=True) if text is None]
+            if gone:
+                await self._client.srem(self.keys.gateways, *gone)
+        return [report for text in texts if text and (report := _decoded(GatewayReport, text)) is not None]
+
+    async def starting(self, model: str) -> int:
+        """Starts of a model that are not settled."""
+        with _translated():
+            return int(await self._client.hlen(self.keys.starts(model)))
+
+    async def seq(self) -> int:
+        """Position of the latest replica write."""
+        with _translated():
+            return int(await self._client.get(self.keys.seq) or 0)
+
+    async def report(self, report: HostReport) -> None:
+        """Renew this host's report."""
+        pipe = self._client.pipeline(transaction=True)
+        pipe.set(self.keys.host(report.host), report.model_dump_json(), px=REPORT_TTL_MS)
+        pipe.sadd(self.keys.hosts, report.host)
+        with _translated():
+            await pipe.execute()
+
+    async def suspects(self) -> dict[str, str]:
+        """incarnation -> reason, as gateways suspect them; reading takes them off the list."""
+        pipe = self._client.pipeline(transaction=True)
+        pipe.hgetall(self.keys.suspects)
+        pipe.delete(self.keys.suspects)
+        with _translated():
+            found, _ = await pipe.execute()
+        return dict(found)
+
+    async def hints(self) -> AsyncIterator[Hint | None]:
+        """Hints as they come, and None about every second without one. Ends never; raises when the store is lost."""
+        pubsub = self._listener.pubsub(ignore_subscribe_messages=True)
+        task = asyncio.current_task()
+        try:
+            with _translated():
+                await pubsub.subscribe(self.keys.events)
+            while True:
+                with _translated():
+                    message = await pubsub.get_message(timeout=1.0)
+                # The client's internal time-outs can swallow a cancellation; ask the task itself.
+                if task is not None and task.cancelling():
+                    raise asyncio.CancelledError
+                yield None if message is None else _decoded(Hint, message["data"])
+        finally:
+            with contextlib.suppress(RedisError, OSError):
+                await pubsub.aclose()
+
+    def _held(self, claim: Claim) -> dict[str, Any]:
+        return {"queue": claim.queue, "job_key": self.keys.job(""), "job": claim.job.id, "fence": claim.fence}
+
+    async def _call(self, command: str, **arguments: Any) -> Any:
+        keys = [self.keys.replicas, self.keys.seq, self.keys.fence, self.keys.events]
+        with _translated():
+            return await self._script(keys=keys, args=[command, json.dumps(arguments)])
+
+
+@contextlib.contextmanager
+def _translated() -> Iterator[None]:
+    try:
+        yield
+    except (RedisError, OSError) as error:
+        raise StoreUnavailable(f"the shared store did not answer: {error}") from error
+
+
+def _decoded(kind: type[T], text: str) -> T | None:
+    """A record, or None when it cannot be read: one bad record must not stop the others."""
+    try:
+        return kind.model_validate_json(text)
+    except ValidationError:
+        return None
+
+
+def _ms(seconds: float) -> int:
+    return int(seconds * 1000)
+
+
+def demand(reports: Sequence[GatewayReport], model: str) -> int:
+    """Live requests for a model over all gateways: held, in flight, or turned away a moment ago."""
+    return sum(load.demand for report in reports if (load := report.models.get(model)) is not None)

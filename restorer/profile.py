@@ -1,0 +1,57 @@
+"""The settings a model would be started with now, resolved to what can be compared: every weights file by its hash."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from policies.config import Model
+from policies.manifest import Profile
+from restorer.errors import Environment
+from restorer.stamps import Stamps
+
+
+def resolve(name: str, model: Model, stamps: Stamps) -> Profile:
+    """The profile of a model as configured. Reads weights that are new or changed, so call it in a thread.
+
+    Raises:
+        Environment: a weights path is missing, empty or unreadable; the message names the setting and the path.
+    """
+    paths = sorted({path for given in model.weights for path in _files(name, Path(given))})
+    hashes = {}
+    for path, found in stamps.sha256_all(paths).items():
+        if isinstance(found, OSError):
+            raise _unusable(name, path, f"cannot be read: {found.strerror or found}")
+        hashes[str(path)] = found
+    engine = model.engine
+    return Profile(model=name, engine=engine.kind, command=engine.command, env=dict(engine.env), port=engine.port, weights=hashes)
+
+
+def _files(name: str, path: Path) -> list[Path]:
+    if path.is_dir():
+        found = list(_walk(path, frozenset()))
+        if not found:
+            raise _unusable(name, path, "is a folder without files")
+        return found
+    if not path.exists():
+        raise _unusable(name, path, "does not exist")
+    return [path]
+
+
+def _walk(folder: Path, above: frozenset[tuple[int, int]]) -> Iterator[Path]:
+    """Every file under a folder. Symlinks are followed, as engines do (model caches are made of them), loops are not."""
+    facts = folder.stat()
+    here = (facts.st_dev, facts.st_ino)
+    if here in above:
+        return
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir():
+                yield from _walk(Path(entry.path), above | {here})
+            else:
+                yield Path(entry.path)
+
+
+def _unusable(name: str, path: Path, why: str) -> Environment:
+    return Environment(f"models.{name}.weights: {path} {why}; put the weights there, or correct the setting")

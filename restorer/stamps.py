@@ -1,0 +1,180 @@
+"""Remembered hashes: which files were verified, and have not been written since.
+
+Hashing gigabytes does not belong between a request and its first token, so a file's SHA-256 is remembered together with
+its device, inode, size, mtime and ctime, and believed as long as all five still match. The kernel moves ctime at every
+write, truncation, rename-over, chmod or utime, and no system call sets it back, so this detects every change made through
+the file system, down to one flipped byte with its mtime put back. It does not detect what changes beneath the file system: a
+disk that returns other bits, a block device written directly, a clock set back between two writes; nor stores through a
+shared mapping on tmpfs. Only a full verification, which reads everything, finds those.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import errno
+import json
+import os
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from restorer.files import hash_fd, write_durable
+
+SETTLE_NS = 20_000_000
+"""A file written within this many nanoseconds could be written again under the same ctime (which moves in ticks of up to
+10 ms), so a hash taken that early is not remembered."""
+THREADS = min(8, os.cpu_count() or 1)
+_FIELDS = ("dev", "ino", "size", "mtime_ns", "ctime_ns")
+
+
+class Stamps:
+    """The remembered hashes of one host, in one file only its owner can read. Safe to use from many threads.
+
+    Args:
+        path: where they are kept. A missing, torn or foreign file, or one that others can write, is the same as none:
+            everything is hashed once more.
+        limit: entries kept; the ones longest unused are dropped.
+    """
+
+    def __init__(self, path: Path, *, limit: int = 100_000) -> None:
+        self._path = path
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._saving = threading.Lock()
+        self._dirty = False
+        self._marks: dict[str, dict[str, Any]] = _load(path)
+        for torn in path.parent.glob(f".{path.name}.*.tmp"):
+            torn.unlink(missing_ok=True)
+
+    def sha256(self, path: Path) -> str:
+        """SHA-256 (hex) of a regular file, from memory when it is unchanged. Symlinks are followed anew each time.
+
+        Raises:
+            OSError: it cannot be read, is not a regular file, or is being written.
+        """
+        found = self._sha256(path)
+        self.save()
+        return found
+
+    def sha256_all(self, paths: Iterable[Path], *, progress: Callable[[Path], None] | None = None) -> dict[Path, str | OSError]:
+        """:meth:`sha256` of many files, in parallel; a file that cannot be read has its error for a value."""
+        with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
+            jobs = {pool.submit(self._outcome, path): path for path in dict.fromkeys(paths)}
+            done = {}
+            for job in concurrent.futures.as_completed(jobs):
+                done[jobs[job]] = job.result()
+                if progress is not None:
+                    progress(jobs[job])
+        self.save()
+        return {path: done[path] for path in jobs.values()}
+
+    def forget(self, path: Path) -> None:
+        """Hash this file anew the next time."""
+        with self._lock, contextlib.suppress(OSError):
+            self._dirty |= self._marks.pop(str(path.resolve()), None) is not None
+
+    def moved(self, old: Path, new: Path) -> None:
+        """A folder was renamed: what is known of the files in it is known of them under their new names."""
+        before, after = f"{os.path.realpath(old)}/", f"{os.path.realpath(new)}/"
+        with self._lock:
+            for real in [real for real in self._marks if real.startswith(before)]:
+                self._marks[after + real.removeprefix(before)] = self._marks.pop(real)
+                self._dirty = True
+        self.save()
+
+    def save(self) -> None:
+        """Write what is new to disk, atomically. A failure to do so costs a hash later, so it is not an error."""
+        with self._saving:
+            with self._lock:
+                if not self._dirty:
+                    return
+                data = json.dumps({"format": 1, "marks": self._marks}, separators=(",", ":")).encode()
+                self._dirty = False
+            with contextlib.suppress(OSError):
+                write_durable(self._path, data, 0o600)
+
+    def _outcome(self, path: Path) -> str | OSError:
+        try:
+            return self._sha256(path)
+        except OSError as error:
+            return error
+
+    def _sha256(self, path: Path) -> str:
+        real = os.path.realpath(path, strict=True)
+        facts = _facts(os.stat(real, follow_symlinks=False))
+        with self._lock:
+            mark = self._marks.pop(real, None)
+            if mark is not None and all(mark[field] == facts[field] for field in _FIELDS):
+                self._marks[real] = mark  # now the most recently used
+                return str(mark["sha256"])
+        return self._hash(real)
+
+    def _hash(self, real: str) -> str:
+        fd = os.open(real, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            # First, so that a mark never outlives its data in a power cut, and so that a page that somebody has mapped
+            # writable is clean: the next store into it faults, and moves ctime.
+            _flush(fd)
+            begun_ns = time.time_ns()
+            before = _facts(os.fstat(fd))
+            digest = hash_fd(fd)
+            if _facts(os.fstat(fd)) != before:
+                raise OSError(errno.EBUSY, "was written while it was hashed", real)
+        finally:
+            os.close(fd)
+        if before["ctime_ns"] + SETTLE_NS < begun_ns:
+            self._remember(real, {**before, "sha256": digest})
+        return digest
+
+    def _remember(self, real: str, mark: dict[str, Any]) -> None:
+        with self._lock:
+            self._marks[real] = mark
+            while len(self._marks) > self._limit:
+                del self._marks[next(iter(self._marks))]
+            self._dirty = True
+
+
+def _flush(fd: int) -> None:
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EROFS, errno.EINVAL):
+            raise
+
+
+def _facts(found: os.stat_result) -> dict[str, int]:
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "not a regular file")
+    return {
+        "dev": found.st_dev,
+        "ino": found.st_ino,
+        "size": found.st_size,
+        "mtime_ns": found.st_mtime_ns,
+        "ctime_ns": found.st_ctime_ns,
+    }
+
+
+def _load(path: Path) -> dict[str, dict[str, Any]]:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        with os.fdopen(fd, "rb") as file:
+            facts = os.fstat(file.fileno())
+            if facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
+                return {}
+            document = json.loads(file.read())
+        marks = document["marks"] if document["format"] == 1 else {}
+        return {real: mark for real, mark in marks.items() if _is_mark(mark)}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def _is_mark(mark: object) -> bool:
+    return (
+        isinstance(mark, dict)
+        and all(isinstance(mark.get(field), int) for field in _FIELDS)
+        and isinstance(mark.get("sha256"), str)
+    )

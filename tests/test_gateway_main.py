@@ -1,0 +1,266 @@
+"""``python -m gateway`` as a process: its start, its user, several workers on one port, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pwd
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import redis.asyncio
+import yaml
+from conftest import eventually, running_store
+from fake_replica import CHAT, TOKEN, Exchange, Fleet, answer, delta, replica_server
+
+ROOT = Path(__file__).parents[1]
+NOBODY = pwd.getpwnam("nobody")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return found.getsockname()[1]
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder that another user may pass through."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+
+
+@pytest.fixture
+def store_url(folder: Path) -> Iterator[str]:
+    with running_store(folder) as url:
+        if os.geteuid() == 0:
+            os.chown(folder / "store.sock", NOBODY.pw_uid, NOBODY.pw_gid)
+        yield url
+
+
+def status_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/status").read_text()
+
+
+def written(folder: Path, port: int, **gateway: object) -> list[str]:
+    """Configuration and token as files; the arguments that name them."""
+    config = {
+        "models": {"m": {"engine": {"kind": "http", "command": ["/bin/true"]}}},
+        "gateway": {"port": port, "drain_s": 5, **gateway},
+        "run_dir": str(folder / "run"),
+    }
+    (folder / "rewake.yaml").write_text(yaml.safe_dump(config))
+    (folder / "token").write_text(f"{TOKEN}\n")
+    (folder / "token").chmod(0o600)
+    return ["--config", str(folder / "rewake.yaml"), "--admin-token-file", str(folder / "token")]
+
+
+@contextlib.asynccontextmanager
+async def worker(arguments: list[str], url: str, number: int = 0) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
+    """One gateway process that listens; yields it and its address."""
+    argv = [sys.executable, "-W", "error", "-m", "gateway", *arguments, "--store", url, "--worker", str(number)]
+    process = await asyncio.create_subprocess_exec(*argv, cwd=ROOT, stderr=asyncio.subprocess.PIPE)
+    try:
+        lines = []
+        async with asyncio.timeout(20):
+            while True:
+                line = (await process.stderr.readline()).decode()
+                assert line, "".join(lines)
+                lines.append(line)
+                if " listening on " in line:
+                    break
+        yield process, line.split()[-1]
+    finally:
+        if process.returncode is None:
+            process.kill()
+        rest = (await process.stderr.read()).decode()
+        await process.wait()
+        assert "Traceback" not in rest, rest
+
+
+async def test_two_workers_one_port_own_user_common_metrics(folder, store_url):
+    arguments = written(folder, free_port())
+    client = redis.asyncio.from_url(store_url, decode_responses=True)
+    fleet = Fleet(client)
+    async with (
+        replica_server() as fake,
+        worker(arguments, store_url, 0) as (first, url),
+        worker(arguments, store_url, 1) as (second, same),
+        httpx.AsyncClient(base_url=url) as http,
+    ):
+        assert url == same
+        await fleet.admit(fake)
+        for process in (first, second):
+            status = status_of(process.pid)
+            if os.geteuid() == 0:
+                assert re.search(rf"^Uid:(\s{NOBODY.pw_uid}){{4}}$", status, re.M)
+                assert re.search(r"^CapEff:\s0+$", status, re.M)
+                assert re.search(r"^Groups:\s*$", status, re.M)
+        await eventually(lambda: _both(client))
+        for _ in range(20):
+            # A connection of its own each time, so that both workers get some.
+            async with httpx.AsyncClient(base_url=url) as once:
+                assert (await once.post(CHAT, json={"model": "m"})).status_code == 200
+
+        async def served() -> bool:
+            text = (await http.get("/metrics")).text
+            found = re.search(
+                r'rewake_requests_total\{code="200",model="m",route="/v1/chat/completions",start="restored"\} (\S+)', text
+            )
+            return found is not None and float(found[1]) == 20
+
+        for _ in range(4):
+            assert await served()
+        second.send_signal(signal.SIGTERM)
+        assert await second.wait() == 0
+        # What the one that ended has counted stays; a new worker takes its place and goes on counting.
+        assert await served()
+        places = len(list((folder / "run/metrics").glob("counter_*.db")))
+        async with worker(arguments, store_url, 1) as (third, _):
+            assert len(list((folder / "run/metrics").glob("counter_*.db"))) == places
+            assert await served()
+            third.send_signal(signal.SIGTERM)
+            assert await third.wait() == 0
+    await client.aclose()
+
+
+async def _both(client) -> bool:
+    return await client.scard("rewake:gateways") == 2
+
+
+async def test_sigterm_refuses_waiters_finishes_streams_and_exits_0(folder, store_url):
+    gate = asyncio.Event()
+
+    async def slow(exchange: Exchange) -> None:
+        await exchange.begin_events()
+        await exchange.event(delta("first"))
+        await gate.wait()
+        await exchange.event(delta("last"))
+        await exchange.end()
+
+    client = redis.asyncio.from_url(store_url, decode_responses=True)
+    async with (
+        replica_server(slow) as fake,
+        worker(written(folder, free_port()), store_url) as (process, url),
+        httpx.AsyncClient(base_url=url, timeout=20) as http,
+    ):
+        await Fleet(client).admit(fake, concurrency=1)
+        async with http.stream("POST", CHAT, json={"model": "m"}) as stream:
+            pieces = stream.aiter_bytes()
+            assert b"first" in await anext(pieces)
+            held = asyncio.create_task(http.post(CHAT, json={"model": "m"}))
+
+            async def waits() -> bool:
+                return 'rewake_queue_depth{model="m"} 1.0' in (await http.get("/metrics")).text
+
+            await eventually(waits)
+            process.send_signal(signal.SIGTERM)
+            refused = await held
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+            assert refused.json()["error"]["code"] == "shutting_down"
+            gate.set()
+            assert b"last" in b"".join([piece async for piece in pieces])
+        assert await asyncio.wait_for(process.wait(), 5) == 0
+        assert await client.smembers("rewake:gateways") == set()
+    await client.aclose()
+
+
+async def test_a_stream_that_outlasts_the_drain_is_cut_not_ended(folder, store_url):
+    async def endless(exchange: Exchange) -> None:
+        await exchange.begin_events()
+        await exchange.event(delta("first"))
+        await exchange.client_left()
+
+    client = redis.asyncio.from_url(store_url, decode_responses=True)
+    async with (
+        replica_server(endless) as fake,
+        worker(written(folder, free_port(), drain_s=0.3), store_url) as (process, url),
+        httpx.AsyncClient(base_url=url, timeout=20) as http,
+    ):
+        await Fleet(client).admit(fake)
+        async with http.stream("POST", CHAT, json={"model": "m"}) as stream:
+            pieces = stream.aiter_bytes()
+            await anext(pieces)
+            process.send_signal(signal.SIGTERM)
+            with pytest.raises(httpx.RemoteProtocolError):
+                await anext(pieces)
+        assert await asyncio.wait_for(process.wait(), 5) == 0
+    await client.aclose()
+
+
+async def test_case_32_restart_of_one_worker_of_two_fails_nothing(folder, store_url):
+    """In small: open requests finish, held ones may be retried at once, new ones reach the other worker."""
+    arguments = written(folder, free_port())
+    client = redis.asyncio.from_url(store_url, decode_responses=True)
+    gate = asyncio.Event()
+
+    async def slow(exchange: Exchange) -> None:
+        await gate.wait()
+        await answer(exchange)
+
+    async def draining() -> bool:
+        reports = [await client.get(f"rewake:gateway:{id}") for id in await client.smembers("rewake:gateways")]
+        return any('"draining":true' in (report or "") for report in reports)
+
+    async with (
+        replica_server(slow) as fake,
+        worker(arguments, store_url, 0) as (_, url),
+        worker(arguments, store_url, 1) as (ending, _),
+    ):
+        await Fleet(client).admit(fake, concurrency=20)
+        async with httpx.AsyncClient(base_url=url, timeout=20, limits=httpx.Limits(max_connections=None)) as http:
+            open_ones = [asyncio.create_task(http.post(CHAT, json={"model": "m"})) for _ in range(60)]
+            await eventually(lambda: len(fake.requests) >= 20)
+            ending.send_signal(signal.SIGTERM)
+            await eventually(draining)
+            await eventually(lambda: any(task.done() for task in open_ones))
+            new = [asyncio.create_task(http.post(CHAT, json={"model": "m"})) for _ in range(10)]
+            gate.set()
+            answers = await asyncio.gather(*open_ones)
+            assert {response.status_code for response in answers} == {200, 503}
+            assert all(response.status_code == 200 or response.headers["retry-after"] == "1" for response in answers)
+            assert {response.status_code for response in await asyncio.gather(*new)} == {200}
+        assert await asyncio.wait_for(ending.wait(), 8) == 0
+    await client.aclose()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda folder: (folder / "rewake.yaml").write_text("models: {}"), "models"),
+        (lambda folder: (folder / "rewake.yaml").write_text("models: ["), "not YAML"),
+        (lambda folder: (folder / "rewake.yaml").unlink(), "cannot be read"),
+        (lambda folder: (folder / "token").write_text("\n"), "token is empty"),
+        (lambda folder: (folder / "run").write_text("a file"), "set run_dir"),
+    ],
+)
+def test_what_cannot_start_says_why_and_exits_2(folder, change, says):
+    arguments = written(folder, free_port())
+    change(folder)
+    argv = [sys.executable, "-m", "gateway", *arguments, "--store", "unix:///nowhere"]
+    ended = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=20, check=False)
+    assert ended.returncode == 2
+    assert says in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_taken_port_and_a_missing_account_are_clear(folder):
+    argv = [sys.executable, "-m", "gateway", "--store", "unix:///nowhere"]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        arguments = written(folder, taken.getsockname()[1])
+        ended = subprocess.run([*argv, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=20, check=False)
+        assert (ended.returncode, "gateway.port" in ended.stderr) == (2, True)
+    if os.geteuid() == 0:
+        for user, says in (("no-such-account", "no account"), ("root", "is root")):
+            arguments = written(folder, free_port(), user=user)
+            ended = subprocess.run([*argv, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=20, check=False)
+            assert (ended.returncode, says in ended.stderr) == (2, True)
