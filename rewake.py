@@ -30,7 +30,7 @@ from restorer import rundir
 from restorer.console import bytes_bar, print_json, print_table, size, stages, when
 from restorer.errors import RestorerError, SnapshotError
 from restorer.operator import DEFAULTS, FAILED, USAGE, Admin, Failed, load
-from restorer.snapshots import SnapshotStore
+from restorer.snapshots import SnapshotStore, verify_files
 from restorer.stamps import Stamps
 from restorer.up import Up, command, environment
 
@@ -288,19 +288,21 @@ def show(id: str, config: ConfigFile = None, json_: AsJson = False) -> None:
 
 @snapshots.command("verify")
 def verify(id: str, config: ConfigFile = None, json_: AsJson = False) -> None:
-    """Read every byte of a snapshot and compare it with what was committed."""
-    store = _store(load(config)[1])
+    """Read every byte of a snapshot, and what it needs besides, and compare it with what was committed."""
+    parsed = load(config)[1]
+    store = _store(parsed)
     manifest, began = store.load(id), time.monotonic()
     total = sum(item.bytes for item in manifest.objects)
     with bytes_bar(manifest.id, total) as report:
-        faults = store.verify(manifest.id, full=True, progress=lambda done, _: report(done))
+        faults = [*store.verify(manifest.id, full=True, progress=lambda done, _: report(done))]
+    faults += verify_files(manifest, _stamps(parsed))
     seconds = time.monotonic() - began
     if json_:
         print_json({"id": manifest.id, "faults": [str(fault) for fault in faults], "bytes": total, "seconds": round(seconds, 3)})
     else:
         for fault in faults:
             print(fault)
-        verdict = f"{len(faults)} faults" if faults else "whole"
+        verdict = f"faults: {len(faults)}" if faults else "whole"
         print(f"{manifest.id}: {verdict}; {size(total)} in {seconds:.1f} s ({total / seconds / 1e6:.0f} MB/s)")
     raise typer.Exit(FAILED if faults else OK)
 
@@ -317,12 +319,15 @@ def rm(ids: Annotated[list[str], typer.Argument(metavar="ID...")], config: Confi
 
 
 def _store(config: Config) -> SnapshotStore:
-    state_dir = Path(config.state_dir)
     try:
-        # Stamps of our own: a restorer that runs now writes its file at any time.
-        return SnapshotStore(state_dir / "snapshots", Stamps(state_dir / "stamps.cli.json"))
+        return SnapshotStore(Path(config.state_dir) / "snapshots", _stamps(config))
     except OSError as error:
         raise Failed(f"{error.filename}: {error.strerror}; snapshots are read by the user that runs the restorer") from None
+
+
+def _stamps(config: Config) -> Stamps:
+    """Stamps of our own: a restorer that runs now writes its file at any time."""
+    return Stamps(Path(config.state_dir) / "stamps.cli.json")
 
 
 def _summary(store: SnapshotStore, manifest: Manifest) -> dict[str, Any]:

@@ -7,6 +7,7 @@ Rule 2: this file does not know who drives the table, nor how: it is given event
 
     QUEUED -claim-> MATCHING -restore-> RESTORING -up-> VERIFYING -admit-> ADMITTED -drain-> DRAINING -stop-> STOPPED
                         `----start----> STARTING --up----^   `-differ-> QUARANTINED
+    A failed restore may FALL_BACK to STARTING, by policy, in a box and an incarnation of its own.
     Any state before ADMITTED may fail, be cancelled (before the point of no return) or go back to QUEUED when the
     restorer that held its lease is gone.
 """
@@ -51,6 +52,7 @@ class Event(enum.StrEnum):
     DIFFER = "differ"
     CANCEL = "cancel"
     LEASE_LOST = "lease_lost"
+    FALL_BACK = "fall_back"
 
 
 _S, _E = State, Event
@@ -67,6 +69,7 @@ TRANSITIONS: Mapping[tuple[State, Event], State] = MappingProxyType(
         (_S.MATCHING, _E.LEASE_LOST): _S.QUEUED,
         (_S.RESTORING, _E.UP): _S.VERIFYING,
         (_S.RESTORING, _E.FAIL): _S.FAILED,
+        (_S.RESTORING, _E.FALL_BACK): _S.STARTING,
         (_S.RESTORING, _E.LEASE_LOST): _S.QUEUED,
         (_S.STARTING, _E.UP): _S.VERIFYING,
         (_S.STARTING, _E.FAIL): _S.FAILED,
@@ -75,6 +78,7 @@ TRANSITIONS: Mapping[tuple[State, Event], State] = MappingProxyType(
         (_S.VERIFYING, _E.ADMIT): _S.ADMITTED,
         (_S.VERIFYING, _E.DIFFER): _S.QUARANTINED,
         (_S.VERIFYING, _E.FAIL): _S.FAILED,
+        (_S.VERIFYING, _E.FALL_BACK): _S.STARTING,
         (_S.VERIFYING, _E.LEASE_LOST): _S.QUEUED,
         (_S.ADMITTED, _E.DRAIN): _S.DRAINING,
         (_S.ADMITTED, _E.FAIL): _S.FAILED,

@@ -99,7 +99,7 @@ Reason = Literal["demand", "admin", "keep"]
 
 
 class Job(_Record):
-    """One unit of a restorer's work. A START job has the id of its replica record's slot: ``model#slot``."""
+    """One unit of a restorer's work. Its id is ``operation/slot``."""
 
     id: str
     kind: JobKind
@@ -155,7 +155,7 @@ class ModelLoad(_Record):
     held: int
     inflight: int
     rejected: int
-    """Requests turned away with a promise (``model_loading``) within the last REJECTED_DEMAND_S."""
+    """Requests turned away with a promise (``model_loading``, ``cold_start_timeout``) within the last REJECTED_DEMAND_S."""
     arrivals: int
     """Requests ever accepted as demand; a change means activity even if all else is 0."""
 

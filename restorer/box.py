@@ -31,7 +31,9 @@ from restorer.errors import Environment, ToolFailed, ToolHung
 FIRST_PID = 1000
 """Engines start here, so that the few tools that enter a box to restore one (from pid 2 upwards) are never in its way."""
 _UNSHARE = ("unshare", "--pid", "--mount", "--ipc", "--uts", "--net", "--fork", "--kill-child", "--mount-proc", "--")
-_SPAWN = """echo {last} > /proc/sys/kernel/ns_last_pid && cd "$1" && shift && {{ setsid "$@" </dev/null >>engine.log 2>&1 & echo $!; }}"""
+_SPAWN = """echo {last} > /proc/sys/kernel/ns_last_pid && cd "$1" && shift || exit 1
+setsid "$@" </dev/null >>engine.log 2>&1 &
+echo $!"""
 _SETUP_S = 20.0
 _KILL_S = 20.0
 
@@ -133,11 +135,10 @@ class Box:
 
     def host_pid(self, inner_pid: int) -> int | None:
         """The host's number of a process that pid 1 of the box is parent of; None when there is none."""
-        with contextlib.suppress(OSError):
-            for pid in Path(f"/proc/{self.init_pid}/task/{self.init_pid}/children").read_text().split():
-                with contextlib.suppress(OSError):
-                    if _status(int(pid), "NSpid").split()[-1] == str(inner_pid):
-                        return int(pid)
+        for pid in _children(self.init_pid):
+            with contextlib.suppress(OSError):
+                if _status(pid, "NSpid").split()[-1] == str(inner_pid):
+                    return pid
         return None
 
     async def kill(self) -> None:
@@ -300,7 +301,7 @@ class BoxFactory:
                 process.kill()
             said = (box.folder / "box.log").read_text(errors="replace").strip()
             raise Environment(f"this host cannot make a box: {said or 'unshare said nothing'}; run `rewake doctor`")
-        return int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0])
+        return _children(process.pid)[0]
 
 
 async def _connect(box: Box) -> None:
@@ -346,12 +347,17 @@ async def watch(pid: int) -> AsyncIterator[asyncio.Future[None]]:
     loop = asyncio.get_running_loop()
     pidfd = os.pidfd_open(pid)
     ended: asyncio.Future[None] = loop.create_future()
-    loop.add_reader(pidfd, lambda: ended.done() or ended.set_result(None))
+    loop.add_reader(pidfd, _finish, ended)
     try:
         yield ended
     finally:
         loop.remove_reader(pidfd)
         os.close(pidfd)
+
+
+def _finish(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 async def _readable(fd: int, timeout_s: float, complaint: str) -> None:
@@ -365,6 +371,13 @@ async def _readable(fd: int, timeout_s: float, complaint: str) -> None:
         raise ToolHung(complaint) from None
     finally:
         loop.remove_reader(fd)
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
 
 
 def _status(pid: int, name: str) -> str:

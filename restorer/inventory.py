@@ -155,8 +155,8 @@ def examine(
 
 def _io_uring(scene: _Scene) -> Iterator[Finding]:
     remedy = (
-        "CRIU cannot dump a ring: set UV_USE_IO_URING=0 in engine.env or run the engine on the plain asyncio loop, "
-        "or forbid it with `sysctl kernel.io_uring_disabled=2` before the engine starts"
+        "CRIU cannot dump a ring: run the engine on the plain asyncio loop, forbid rings to it with a seccomp filter, or set "
+        "`sysctl kernel.io_uring_disabled=2` before it starts (UV_USE_IO_URING=0 is enough only before libuv 1.50, uvloop 0.23)"
     )
     for one in scene.descriptors:
         if one.link == "anon_inode:[io_uring]":

@@ -5,6 +5,7 @@
 -- claim   {queues, owner, ttl_ms, job_key}                  -> {queue, record, fence, attempts} or nil
 --         A claimed job stays in its queue, due again when the lease ends: a dead restorer's job claims itself back.
 -- renew   {queue, job_key, job, fence, ttl_ms}              -> 1, or 0 when the lease was lost
+-- recover {queues, owner, job_key}                         -> 1          what this owner had claimed is due at once
 -- release {queue, job_key, job, fence, delay_ms}            -> 1 | 0      due again after the delay, for anyone
 -- write   {replica, record, fence [, job_key, job]}         -> seq, or 0 when a later fence has written or holds the job
 -- settle  {queue, job_key, job, fence, operation_key, active_key, starts_key, slot, state, detail, code, snapshot,
@@ -105,8 +106,18 @@ local function settle()
   return 1
 end
 
+local function recover()
+  for _, queue in ipairs(a.queues) do
+    for _, id in ipairs(redis.call('ZRANGE', queue, 0, -1)) do
+      if redis.call('HGET', a.job_key .. id, 'owner') == a.owner then redis.call('ZADD', queue, now_ms(), id) end
+    end
+  end
+  return 1
+end
+
 local commands = {
   claim = claim,
+  recover = recover,
   renew = function() return move(a.ttl_ms) end,
   release = function() return move(a.delay_ms) end,
   write = write,

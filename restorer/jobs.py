@@ -125,8 +125,12 @@ class JobStore:
         """Give the job back, due again after ``delay_s`` seconds."""
         await self._call("release", **self._held(claim), delay_ms=_ms(delay_s))
 
-    async def write(self, record: Replica, claim: Claim | None = None) -> None:
-        """Write a replica's record and tell everyone.
+    async def recover(self) -> None:
+        """Make every job that an earlier restorer of this host held due at once: it is dead, this one runs in its place."""
+        await self._call("recover", queues=self._queues, owner=self.host, job_key=self.keys.job(""))
+
+    async def write(self, record: Replica, claim: Claim | None = None) -> int:
+        """Write a replica's record and tell everyone; returns the write's position, which gateways acknowledge.
 
         Raises:
             LeaseLost: a later fence has written it, or ``claim`` was lost.
@@ -135,6 +139,7 @@ class JobStore:
         seq = await self._call("write", replica=record.id, record=record.model_dump_json(), fence=record.fence, **held)
         if not seq:
             raise LeaseLost(f"replica {record.id}: a later claim has written its record")
+        return int(seq)
 
     async def settle(self, claim: Claim, outcome: Outcome, record: Replica | None = None) -> None:
         """End a job, and write its replica's record in the same step.

@@ -3,7 +3,8 @@
 ``python -I -S seal.py ARGV…`` installs a seccomp filter under which io_uring_setup, io_uring_enter and io_uring_register
 answer ENOSYS, as on a kernel without them, and executes ARGV. CRIU cannot dump a ring, and libraries make them whatever
 their settings say (libuv from 1.50 on does so in spite of UV_USE_IO_URING=0). The filter is part of the snapshot, so a
-restored engine is sealed too; the rest of the host is not touched, as ``kernel.io_uring_disabled`` would.
+restored engine is sealed too; the rest of the host is not touched, as ``kernel.io_uring_disabled`` would. Descriptors
+beyond stderr are closed: a pipe whose other end is outside could not be restored.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ def main() -> None:
     for call in ((PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), (PR_SET_SECCOMP, SECCOMP_MODE_FILTER, program, 0, 0)):
         if libc.prctl(*call) != 0:
             sys.exit(f"seal: prctl{call[:1]} failed: {os.strerror(ctypes.get_errno())}")
+    os.closerange(3, 1 << 16)
     os.execv(sys.argv[1], sys.argv[1:])
 
 

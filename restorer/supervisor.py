@@ -1,13 +1,14 @@
 """Keeps child processes running: starts, restarts with backoff, passes on what they print, stops them.
 
 A child is an argv; what it does is not known here. Each runs in a session of its own, so that a Ctrl-C reaches the
-supervisor alone and the order of the end stays its decision, and gets a signal from the kernel when the supervisor dies.
+supervisor alone and the order of the end stays its decision, and gets a signal from the kernel however the supervisor dies.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import signal
 import subprocess
@@ -136,7 +137,8 @@ class Supervisor:
     async def _run(self, kept: _Kept) -> str:
         """One life of a child; how it ended."""
         child = kept.child
-        process = kept.process = _spawn(child)
+        process, lifeline = _spawn(child)
+        kept.process = process
         assert process.stdout is not None
         self._changed(self.pids)
         pump = asyncio.create_task(self._pump(child, process.stdout.fileno()))
@@ -151,6 +153,7 @@ class Supervisor:
             if process.poll() is None:
                 process.kill()
                 process.wait()
+            os.close(lifeline)
             kept.process = None
             self._changed(self.pids)
         code = process.returncode
@@ -175,23 +178,25 @@ class Supervisor:
             self._say(child.name, text)
 
 
-def _spawn(child: Child) -> subprocess.Popen[bytes]:
-    """Start it; setpriv, which replaces itself by the program, arms the death signal after the change of user.
+def _spawn(child: Child) -> tuple[subprocess.Popen[bytes], int]:
+    """Start it; the process, and our end of its lifeline: while that is open, it is not orphaned.
 
     Raises:
         OSError: it could not be started.
     """
-    argv, fds = child.argv, []
-    if child.program is not None:
-        fds = [os.open(child.program, os.O_RDONLY | os.O_CLOEXEC)]
-        argv = (f"/proc/self/fd/{fds[0]}", *argv[1:])
-    who = child.account
-    setpriv = ["setpriv", "--pdeathsig", child.orphan_signal.name.removeprefix("SIG")]
-    if who is not None:
-        setpriv.append("--no-new-privs")
-    try:
-        return subprocess.Popen(
-            (*setpriv, "--", *argv),
+    argv, who = child.argv, child.account
+    with contextlib.ExitStack() as stack:
+        ours, theirs = _lifeline(child.orphan_signal)
+        stack.callback(os.close, theirs)
+        on_failure = stack.enter_context(contextlib.ExitStack())
+        on_failure.callback(os.close, ours)
+        fds = [theirs]
+        if child.program is not None:
+            fds.append(os.open(child.program, os.O_RDONLY | os.O_CLOEXEC))
+            stack.callback(os.close, fds[1])
+            argv = (f"/proc/self/fd/{fds[1]}", *argv[1:])
+        process = subprocess.Popen(
+            argv if who is None else ("setpriv", "--no-new-privs", "--", *argv),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -203,9 +208,21 @@ def _spawn(child: Child) -> subprocess.Popen[bytes]:
             group=None if who is None else who.gid,
             extra_groups=None if who is None else [],
         )
-    finally:
-        for fd in fds:
-            os.close(fd)
+        fcntl.fcntl(theirs, fcntl.F_SETOWN, process.pid)
+        on_failure.pop_all()
+    return process, ours
+
+
+def _lifeline(number: signal.Signals) -> tuple[int, int]:
+    """A pipe whose reading end sends a signal to its owner when the writing end is gone.
+
+    The parent-death signal of prctl would do for most children, but the kernel forgets it when a process changes its user,
+    as the gateway does after it was started.
+    """
+    theirs, ours = os.pipe2(os.O_CLOEXEC)
+    fcntl.fcntl(theirs, fcntl.F_SETSIG, number)
+    fcntl.fcntl(theirs, fcntl.F_SETFL, os.O_ASYNC)
+    return ours, theirs
 
 
 async def _wait(task: asyncio.Task[None]) -> None:

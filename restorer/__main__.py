@@ -1,0 +1,82 @@
+"""``python -m restorer --config FILE --store URL``: the restorer of this host. Runs as root; opens no port."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import fcntl
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+import yaml
+
+from policies.config import Config, ConfigError, parse
+from restorer.errors import RestorerError
+from restorer.host import build
+from restorer.worker import Worker
+
+log = logging.getLogger("rewake.restorer")
+USAGE = 2
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run until SIGTERM or SIGINT. Exit status: 0 stopped, 1 failed, 2 unusable settings or no right to run."""
+    parser = argparse.ArgumentParser(prog="restorer", description=__doc__)
+    parser.add_argument("--config", required=True, type=Path)
+    parser.add_argument("--store", required=True, help="redis://, rediss:// or unix:// URL of the shared store")
+    options = parser.parse_args(argv)
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    if os.geteuid() != 0:
+        return _refuse("the restorer makes namespaces and runs CRIU: start it as root")
+    try:
+        config = parse(yaml.safe_load(options.config.read_text()))
+    except OSError as error:
+        return _refuse(f"{options.config} cannot be read: {error.strerror}")
+    except (yaml.YAMLError, ConfigError) as error:
+        return _refuse(f"{options.config} is not usable:\n{error}")
+    lock = _only_one(config)
+    if lock is None:
+        return _refuse(f"another restorer works in {config.run_dir}; stop it first, or give this one a run_dir of its own")
+    try:
+        # Not uvloop: its children inherit descriptors that are not theirs, and an engine that holds one cannot be dumped.
+        return asyncio.run(_serve(config, options.store))
+    except RestorerError as error:
+        print(f"restorer: {error}", file=sys.stderr)
+        return 1
+
+
+async def _serve(config: Config, store: str) -> int:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    host = await asyncio.to_thread(build, config, store)
+    log.info("restorer on %s: %s", host.name, host.capability)
+    await Worker(host).run(stop)
+    return 0
+
+
+def _only_one(config: Config) -> int | None:
+    """A lock that ends with this process; None when another has it. Two restorers would remove each other's boxes."""
+    run_dir = Path(config.run_dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    fd = os.open(run_dir / "restorer.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        return None
+    return fd
+
+
+def _refuse(message: str) -> int:
+    print(f"restorer: {message}", file=sys.stderr)
+    return USAGE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

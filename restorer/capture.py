@@ -1,0 +1,138 @@
+"""From a warm donor to a published snapshot: canary, inventory, dump, rehearsal, manifest last.
+
+The donor is left stopped from the dump until the snapshot is published or given up; whatever happens, it is thawed, so a
+full disk costs a pause and no engine. Nothing is published that was not once restored and compared, unless the operator
+turned the rehearsal off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from policies.manifest import Exchange, Manifest, MappedFile, Profile
+from restorer import canary, inventory
+from restorer.box import Box
+from restorer.criu import Criu
+from restorer.engines import HttpEngine
+from restorer.errors import CanaryDiffers, EngineDied, SnapshotError
+from restorer.host import Host
+from restorer.instance import Instance, connect, resurrect
+from restorer.snapshots import Staging, capture_tree
+from restorer.stages import Stages
+
+_QUIET_S = 10.0
+GHOST_LIMIT = 256 << 20
+
+
+async def capture(host: Host, donor: Instance, profile: Profile, cold_start_s: float, stages: Stages) -> Manifest:
+    """Snapshot ``donor``, which is warm and serves nobody. It runs on afterwards, whatever happens.
+
+    Raises:
+        SnapshotError: the donor is not stable, cannot be dumped as it is, or did not survive its rehearsal.
+        Environment: the disk is full. ToolFailed, ToolHung: CRIU failed.
+    """
+    assert host.criu is not None
+    criu, engine, box = host.criu, donor.engine, donor.box
+    with stages.timed("record canary"):
+        async with connect(donor) as client:
+            await engine.quiesce(client)
+            exchanges = await canary.record(client, engine)
+    private = ("/dev/shm", str(box.mountpoint))
+    with stages.timed("inspect"):
+        pids, files = await _inspect(host, donor, private)
+    with host.snapshots.stage() as staging:
+        try:
+            with stages.timed("dump") as stage:
+                await criu.dump(box, donor.inner_pid, staging.images, engine.dump_options)
+                for number, folder in enumerate(_scratch(box)):
+                    await asyncio.to_thread(capture_tree, folder, staging.scratch / str(number))
+                stage.bytes = await asyncio.to_thread(_size, staging.path)
+            draft = _draft(host, donor, profile, exchanges, pids, files, private, cold_start_s)
+            if host.model(profile.model).snapshot.rehearse:
+                with stages.timed("rehearse"):
+                    await _rehearse(host, criu, engine, staging, draft)
+            with stages.timed("publish") as stage:
+                manifest = await asyncio.to_thread(host.snapshots.commit, staging, draft)
+                stage.bytes = manifest.bytes
+        finally:
+            await asyncio.shield(criu.thaw(box))
+    return manifest
+
+
+def _scratch(box: Box) -> tuple[Path, Path]:
+    """The private folders as the host sees them, in the order of :attr:`Manifest.scratch`."""
+    return box.root / "dev/shm", box.private
+
+
+async def _inspect(host: Host, donor: Instance, private: Sequence[str]) -> tuple[tuple[int, ...], tuple[MappedFile, ...]]:
+    """(pids and tids inside the box, files the donor depends on); refuses what CRIU could not dump."""
+    deadline = time.monotonic() + _QUIET_S
+    while True:
+        found = await asyncio.to_thread(inventory.examine, donor.pid, private=private, ghost_limit=GHOST_LIMIT)
+        fatal = [finding for finding in found if finding.severity == "fatal"]
+        # Our own connections to the donor take a moment to be closed at its end.
+        if not fatal or time.monotonic() > deadline or any("tcp" not in finding.code for finding in fatal):
+            break
+        await asyncio.sleep(0.05)
+    if fatal:
+        raise SnapshotError("the engine cannot be dumped as it is: " + " | ".join(map(str, fatal)))
+    tree = await asyncio.to_thread(inventory.tree, donor.pid)
+    paths = await asyncio.to_thread(inventory.mapped_files, donor.pid, private=private)
+    return tree.inner, await asyncio.to_thread(_hashed, host, paths)
+
+
+def _hashed(host: Host, paths: Sequence[str]) -> tuple[MappedFile, ...]:
+    files = []
+    for path, found in host.stamps.sha256_all(map(Path, paths)).items():
+        if isinstance(found, OSError):
+            raise SnapshotError(f"the engine has {path} open, which cannot be read: {found}; a restore could not rely on it")
+        files.append(MappedFile(path=str(path), bytes=path.stat().st_size, sha256=found))
+    return tuple(files)
+
+
+def _draft(
+    host: Host,
+    donor: Instance,
+    profile: Profile,
+    exchanges: tuple[Exchange, ...],
+    pids: tuple[int, ...],
+    files: tuple[MappedFile, ...],
+    private: tuple[str, ...],
+    cold_start_s: float,
+) -> Manifest:
+    return Manifest(
+        created_ms=time.time_ns() // 1_000_000,
+        profile=profile,
+        host=host.facts,
+        objects=(),
+        files=files,
+        canary=exchanges,
+        root_pid=donor.inner_pid,
+        pids=pids,
+        scratch=private,
+        criu_options=donor.engine.restore_options,
+        cold_start_s=round(cold_start_s, 3),
+        bytes=0,
+        bytes_written=0,
+    )
+
+
+async def _rehearse(host: Host, criu: Criu, engine: HttpEngine, staging: Staging, draft: Manifest) -> None:
+    box = await host.boxes.take()
+    try:
+        replica = await resurrect(criu, box, engine, draft, staging.path, Stages())
+        async with connect(replica) as client:
+            verdict = await canary.check(client, engine, draft.canary)
+    except EngineDied as error:
+        raise SnapshotError(f"the rehearsal's engine died: {error}") from error
+    finally:
+        await asyncio.shield(host.boxes.discard(box))
+    if not verdict.equal:
+        raise CanaryDiffers(f"the rehearsal did not repeat the donor's answers: {verdict.difference}; nothing was published")
+
+
+def _size(folder: Path) -> int:
+    return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())

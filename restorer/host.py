@@ -1,0 +1,160 @@
+"""What a restorer has to work with on its host: settings, store, boxes, CRIU, snapshots, facts. Built once, at start."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import socket
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from policies import compat
+from policies.config import Config, Model
+from policies.manifest import HostFacts, Manifest, Profile
+from policies.wire import SnapshotSummary
+from restorer import hostfacts, profile
+from restorer.box import BoxFactory
+from restorer.criu import Criu
+from restorer.errors import RestorerError
+from restorer.jobs import JobStore
+from restorer.snapshots import SnapshotStore
+from restorer.stamps import Stamps
+
+log = logging.getLogger("rewake.restorer")
+_CHECK_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Which snapshot serves a model here, or why none does."""
+
+    profile: Profile
+    manifest: Manifest | None
+    refused: dict[str, list[compat.Mismatch]]
+    """Snapshots of this model that do not fit, and every reason of each."""
+    quarantined: dict[str, str]
+
+    @property
+    def why(self) -> str:
+        """Why there is none, in one line."""
+        reasons = [f"snapshot {id} is quarantined: {reason}" for id, reason in self.quarantined.items()]
+        reasons += [f"snapshot {id} does not fit: " + " | ".join(map(str, found)) for id, found in self.refused.items()]
+        return "; ".join(reasons) or "there is no snapshot of this model"
+
+
+class News:
+    """Wakes everyone who waits for something in the store to change."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def tell(self) -> None:
+        self._event.set()
+        self._event = asyncio.Event()
+
+    async def wait(self, timeout_s: float) -> None:
+        """Until told, or ``timeout_s`` seconds."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._event.wait()
+        except TimeoutError:
+            pass
+
+
+@dataclass(slots=True)
+class Host:
+    """The parts, and the questions several of them answer together."""
+
+    config: Config
+    name: str
+    jobs: JobStore
+    boxes: BoxFactory
+    stamps: Stamps
+    snapshots: SnapshotStore
+    facts: HostFacts
+    criu: Criu | None
+    """None: CRIU does not work here, so every start is a cold one."""
+    capability: str
+    """How CRIU was found, or what is missing."""
+    news: News = field(default_factory=News)
+
+    def model(self, name: str) -> Model:
+        """Settings of a model; raises Environment when this host's configuration lacks it."""
+        return self.config.models[name]
+
+    def match(self, name: str) -> Match:
+        """Compare every snapshot of a model with this host and its settings. Blocks: it may hash weights."""
+        here = profile.resolve(name, self.model(name), self.stamps)
+        mine = [manifest for manifest in self.snapshots.list() if manifest.profile.model == name]
+        quarantined = {m.id: reason for m in mine if (reason := self.snapshots.quarantined(m.id)) is not None}
+        best, refused = compat.newest_fit([m for m in mine if m.id not in quarantined], here, self.facts)
+        return Match(here, best, refused, quarantined)
+
+    def summaries(self) -> tuple[SnapshotSummary, ...]:
+        """Every snapshot as the admin API lists it. Blocks."""
+        found: list[SnapshotSummary] = []
+        matches: dict[str, Match | RestorerError] = {}
+        for manifest in self.snapshots.list():
+            name = manifest.profile.model
+            if name not in matches and name in self.config.models:
+                try:
+                    matches[name] = self.match(name)
+                except RestorerError as error:
+                    matches[name] = error
+            found.append(_summary(manifest, matches.get(name), self.snapshots.quarantined(manifest.id)))
+        return tuple(found)
+
+
+def _summary(manifest: Manifest, match: Match | RestorerError | None, quarantined: str | None) -> SnapshotSummary:
+    if match is None:
+        reasons = ["its model is not in the configuration"]
+    elif isinstance(match, RestorerError):
+        reasons = [str(match)]
+    else:
+        reasons = [str(mismatch) for mismatch in match.refused.get(manifest.id, [])]
+    return SnapshotSummary(
+        id=manifest.id,
+        model=manifest.profile.model,
+        created_ms=manifest.created_ms,
+        bytes=manifest.bytes,
+        fits=not reasons and quarantined is None,
+        quarantined=quarantined,
+        mismatches=tuple(reasons),
+    )
+
+
+def build(config: Config, store_url: str) -> Host:
+    """Probe this machine and put the parts together. Blocks for as long as CRIU's own check takes."""
+    state, run = Path(config.state_dir), Path(config.run_dir)
+    for folder in (state, run):
+        folder.mkdir(parents=True, exist_ok=True)
+    binary, capability = find_criu(config.restorer.criu)
+    stamps = Stamps(state / "stamps.json")
+    name = socket.gethostname()
+    return Host(
+        config=config,
+        name=name,
+        jobs=JobStore(store_url, config.store.namespace, name),
+        boxes=BoxFactory(run_dir=run, state_dir=state, network=config.restorer.network, spare=config.restorer.parallel_starts),
+        stamps=stamps,
+        snapshots=SnapshotStore(state / "snapshots", stamps),
+        facts=hostfacts.probe(binary),
+        criu=None if binary is None else Criu(binary, config.restorer.criu_timeout_s),
+        capability=capability,
+    )
+
+
+def find_criu(name: str) -> tuple[Path | None, str]:
+    """(CRIU's path if it works on this host, how it was found or what is missing). Blocks."""
+    found = shutil.which(name)
+    if found is None:
+        return None, f"{name} is not installed; `rewake doctor` says how to get CRIU 4.2 or newer"
+    try:
+        check = subprocess.run([found, "check"], capture_output=True, text=True, timeout=_CHECK_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return None, f"{found} check did not end well: {error}; run `rewake doctor`"
+    if check.returncode != 0:
+        return None, f"{found} check says: {(check.stdout + check.stderr).strip()[-300:]}; run `rewake doctor`"
+    return Path(found), f"{found} works here"

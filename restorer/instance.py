@@ -1,0 +1,135 @@
+"""One running engine in its box: started cold, or resurrected from images; and the HTTP connection to it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from policies.manifest import Manifest
+from restorer import pagecache, seal
+from restorer.box import Box, watch
+from restorer.criu import Criu
+from restorer.engines import HttpEngine
+from restorer.errors import EngineDied, EngineNotReady
+from restorer.snapshots import lay_tree
+from restorer.stages import Stages
+
+_POLL_S = 0.05
+_LOG_TAIL = 1500
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """A running engine. Its incarnation is its box's id."""
+
+    box: Box
+    engine: HttpEngine
+    inner_pid: int
+    pid: int
+    """The host's number of its root process."""
+
+    @property
+    def port(self) -> int:
+        return self.engine.model.engine.port
+
+
+@contextlib.asynccontextmanager
+async def connect(instance: Instance) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of the engine that keeps no connection, so that none is in the way of a dump; the engine's death ends it.
+
+    Raises:
+        EngineDied: from the body, when the engine ended meanwhile; it says what the engine last wrote.
+    """
+    limits = httpx.Limits(max_keepalive_connections=0)
+    base = f"http://{instance.box.address}:{instance.port}"
+    task = asyncio.current_task()
+    assert task is not None
+    inside = True
+    try:
+        async with watch(instance.pid) as ended:
+            ended.add_done_callback(lambda _: inside and not task.done() and task.cancel("engine ended"))
+            try:
+                async with httpx.AsyncClient(
+                    base_url=base, limits=limits, headers={"Connection": "close"}, trust_env=False
+                ) as client:
+                    yield client
+            except asyncio.CancelledError:
+                if not ended.done() or task.uncancel() > 0:
+                    raise
+                raise _died(instance) from None
+            except EngineNotReady as error:
+                if instance.box.host_pid(instance.inner_pid) is None:
+                    raise _died(instance) from error
+                raise
+            finally:
+                # A callback that is scheduled but has not run must not cancel what comes after.
+                inside = False
+    except ProcessLookupError:
+        raise _died(instance) from None
+
+
+async def ignite(box: Box, engine: HttpEngine) -> tuple[Instance, float]:
+    """Start an engine cold, wait until it is ready, warm it. Returns it and the seconds from exec to ready.
+
+    Raises:
+        EngineDied: it ended by itself. EngineNotReady: it was not ready in time.
+    """
+    begun = time.perf_counter()
+    launcher = (sys.executable, "-I", "-S", seal.__file__)
+    inner = await box.spawn((*launcher, *engine.argv()), engine.environment(box.mountpoint))
+    pid = box.host_pid(inner)
+    if pid is None:
+        raise EngineDied(f"the engine ended at once; its log ends: {_tail(box)}")
+    instance = Instance(box, engine, inner, pid)
+    timeout_s = engine.model.engine.ready_timeout_s
+    async with connect(instance) as client:
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not await engine.ready(client):  # noqa: ASYNC110 - an engine can only be asked
+                    await asyncio.sleep(_POLL_S)
+        except TimeoutError:
+            raise EngineNotReady(f"the engine was not ready within {timeout_s:g} s; its log ends: {_tail(box)}") from None
+        ready_s = time.perf_counter() - begun
+        await engine.warm(client)
+    return instance, ready_s
+
+
+async def resurrect(criu: Criu, box: Box, engine: HttpEngine, manifest: Manifest, folder: Path, stages: Stages) -> Instance:
+    """Restore the engine whose images and scratch are in ``folder`` into an empty box.
+
+    Raises:
+        ToolFailed, ToolHung: CRIU failed. EngineDied: the tree is gone again. SnapshotError: the scratch is unusable.
+    """
+    targets = {"/dev/shm": box.root / "dev/shm", str(box.mountpoint): box.private}
+    with stages.timed("lay scratch") as stage:
+        stage.bytes = 0
+        for number, name in enumerate(manifest.scratch):
+            stage.bytes += await asyncio.to_thread(lay_tree, folder / "scratch" / str(number), targets[name])
+    images = folder / "images"
+    with stages.timed("restore processes") as stage:
+        pages = sorted(images.glob("pages-*.img"))
+        stage.tier = await asyncio.to_thread(pagecache.tier, pages)
+        stage.bytes = sum(path.stat().st_blocks * 512 for path in images.iterdir())
+        await criu.restore(box, images, manifest.criu_options)
+    pid = box.host_pid(manifest.root_pid)
+    if pid is None:
+        raise EngineDied(f"the restored engine ended at once; its log ends: {_tail(box)}")
+    return Instance(box, engine, manifest.root_pid, pid)
+
+
+def _died(instance: Instance) -> EngineDied:
+    return EngineDied(f"the engine ended by itself; its log ends: {_tail(instance.box)}")
+
+
+def _tail(box: Box) -> str:
+    try:
+        return box.log.read_text(errors="replace")[-_LOG_TAIL:].strip() or "(empty)"
+    except OSError:
+        return "(no log)"

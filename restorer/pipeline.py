@@ -1,0 +1,263 @@
+"""One start, from a claimed job to ADMITTED or to nothing: match, restore (or start), verify, admit.
+
+:func:`start` reads top to bottom. The table in :mod:`policies.replica` permits each step, the store refuses each write of a
+lost claim, and whatever is raised, the box is killed: a start ends admitted or leaves nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from policies.manifest import Manifest
+from policies.replica import Event, Replica, State, advance
+from policies.wire import Failure, JobKind, OperationState
+from restorer import canary
+from restorer.capture import capture
+from restorer.engines import adapter
+from restorer.errors import (
+    CanaryDiffers,
+    Cancelled,
+    EngineDied,
+    EngineNotReady,
+    HostIncompatible,
+    RestorerError,
+    SnapshotError,
+    ToolFailed,
+    ToolHung,
+)
+from restorer.host import Host, Match, log
+from restorer.instance import Instance, connect, ignite, resurrect
+from restorer.integrity import verify_files
+from restorer.jobs import Claim, LeaseLost, Outcome, demand
+from restorer.replicas import Replicas
+from restorer.stages import Stages
+
+EXIT_FAILED, EXIT_HOST = 1, 3
+"""What the command line exits with."""
+_RETRY_S = 1.0
+_SHOWN = 5
+
+
+class Attempt:
+    """One try of a START job: its record and its clock."""
+
+    def __init__(self, host: Host, claim: Claim) -> None:
+        self.host, self.claim, self.stages = host, claim, Stages()
+        model = host.model(claim.job.model)
+        self.engine = adapter(claim.job.model, model)
+        self.record = Replica(
+            id=claim.job.replica,
+            model=claim.job.model,
+            state=State.QUEUED,
+            fence=claim.fence,
+            host=host.name,
+            port=model.engine.port,
+            concurrency=model.concurrency,
+        )
+
+    def moved(self, event: Event, **changes: Any) -> Replica:
+        """The record after an event, not written yet."""
+        state = advance(self.record.state, event)
+        stamped = {"state": state, "updated_ms": time.time_ns() // 1_000_000, "stages": tuple(self.stages.done), **changes}
+        return self.record.model_copy(update=stamped)
+
+    async def advance(self, event: Event, **changes: Any) -> None:
+        """Write the record after an event; raises LeaseLost when the claim is gone."""
+        record = self.moved(event, **changes)
+        await self.host.jobs.write(record, self.claim)
+        self.record = record
+
+    async def still_wanted(self) -> None:
+        """The last exit before the point of no return; raises Cancelled when demand asked for this and is gone."""
+        if self.claim.job.reason == "demand" and demand(await self.host.jobs.gateways(), self.record.model) == 0:
+            raise Cancelled("every client that waited for it has left")
+
+
+async def start(host: Host, claim: Claim, replicas: Replicas) -> None:
+    """Bring one replica to ADMITTED and settle its job, or leave nothing and say why.
+
+    Raises:
+        LeaseLost: somebody else has the job now; everything was undone.
+        StoreUnavailable: the outcome could not be written; everything was undone, the job comes back when the lease ends.
+    """
+    attempt = Attempt(host, claim)
+    model = host.model(claim.job.model)
+    try:
+        await attempt.advance(Event.CLAIM)
+        with attempt.stages.timed("match"):
+            match = await asyncio.to_thread(host.match, claim.job.model)
+        await attempt.still_wanted()
+        if match.manifest is not None and host.criu is not None:
+            instance = await _restored_or_cold(attempt, match, match.manifest)
+        else:
+            why = match.why if host.criu is not None else host.capability
+            if model.on_no_snapshot == "reject":
+                raise (
+                    HostIncompatible([m for found in match.refused.values() for m in found])
+                    if match.refused
+                    else SnapshotError(why)
+                )
+            instance = await _cold(attempt, match, Event.START, why)
+        await _admit(attempt, instance, replicas)
+    except LeaseLost:
+        raise
+    except RestorerError as error:
+        await _give_up(attempt, error)
+
+
+async def _restored_or_cold(attempt: Attempt, match: Match, manifest: Manifest) -> Instance:
+    host, claim = attempt.host, attempt.claim
+    try:
+        return await _restored(attempt, manifest)
+    except (Cancelled, LeaseLost):
+        raise
+    except RestorerError as error:
+        log.warning("restore of %s from %s failed: %s", claim.job.replica, manifest.id, error)
+        if isinstance(error, SnapshotError):
+            await asyncio.to_thread(host.snapshots.quarantine, manifest.id, str(error))
+        if host.model(claim.job.model).on_restore_failure == "reject":
+            raise
+        event = Event.START if attempt.record.state is State.MATCHING else Event.FALL_BACK
+        return await _cold(attempt, match, event, f"restore of snapshot {manifest.id} failed: {error}")
+
+
+async def _restored(attempt: Attempt, manifest: Manifest) -> Instance:
+    """An engine out of a snapshot that has repeated its donor's answers; or nothing, and the reason raised."""
+    host = attempt.host
+    assert host.criu is not None
+    await _verify_bytes(attempt, manifest)
+    box = await host.boxes.take()
+    try:
+        await attempt.still_wanted()
+        await attempt.advance(Event.RESTORE, snapshot=manifest.id, incarnation=box.id, start="restored")
+        folder = host.snapshots.folder(manifest.id)
+        instance = await resurrect(host.criu, box, attempt.engine, manifest, folder, attempt.stages)
+        await attempt.advance(Event.UP)
+        with attempt.stages.timed("canary"):
+            async with connect(instance) as client:
+                verdict = await canary.check(client, attempt.engine, manifest.canary)
+        if not verdict.equal:
+            raise CanaryDiffers(f"the replica does not repeat its donor's answers: {verdict.difference}")
+        return instance
+    except BaseException:
+        await asyncio.shield(host.boxes.discard(box))
+        raise
+
+
+async def _verify_bytes(attempt: Attempt, manifest: Manifest) -> None:
+    """Every byte that CRIU would trust is what it was at the dump.
+
+    Raises:
+        SnapshotError: an object changed. HostIncompatible: a file of this host that the engine maps has changed.
+    """
+    host = attempt.host
+    with attempt.stages.timed("verify bytes") as stage:
+        stage.bytes = manifest.bytes
+        faults = await asyncio.to_thread(host.snapshots.verify, manifest.id, full=False)
+        if faults:
+            raise SnapshotError(f"snapshot {manifest.id} was changed: " + "; ".join(map(str, faults[:_SHOWN])))
+        changed = await asyncio.to_thread(verify_files, manifest, host.stamps)
+    if changed:
+        more = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
+        raise ToolFailed(
+            "verify", EXIT_HOST, "files that the engine had mapped changed: " + "; ".join(map(str, changed[:_SHOWN])) + more
+        )
+
+
+async def _cold(attempt: Attempt, match: Match, event: Event, why: str) -> Instance:
+    """A cold engine; captured on its way, where the policy wants a snapshot and there is none."""
+    host = attempt.host
+    policy = host.model(attempt.record.model).snapshot
+    box = await host.boxes.take()
+    try:
+        await attempt.advance(event, incarnation=box.id, start="cold", snapshot=None, reason=why)
+        with attempt.stages.timed("start engine"):
+            instance, ready_s = await ignite(box, attempt.engine)
+        if policy.create == "auto" and host.criu is not None and match.manifest is None:
+            try:
+                manifest = await capture(host, instance, match.profile, ready_s, attempt.stages)
+                log.info("snapshot %s of %s was made", manifest.id, attempt.record.model)
+            except RestorerError as error:
+                # The engine serves all the same; the next start is cold too, and says why.
+                log.warning("no snapshot of %s: %s", attempt.record.model, error)
+                attempt.record = attempt.record.model_copy(update={"reason": f"{why}; no snapshot was made: {error}"})
+        await attempt.advance(Event.UP)
+        with attempt.stages.timed("canary"):
+            async with connect(instance) as client:
+                await attempt.engine.warm(client)
+        return instance
+    except BaseException:
+        await asyncio.shield(host.boxes.discard(box))
+        raise
+
+
+async def _admit(attempt: Attempt, instance: Instance, replicas: Replicas) -> None:
+    """Open traffic: one write makes the record ADMITTED and the job settled."""
+    admitted = attempt.moved(Event.ADMIT, address=instance.box.address)
+    try:
+        # First on this host's disk, so that a restorer that dies here finds an engine that it may or may not adopt.
+        instance.box.remember(record=admitted.model_dump(mode="json"), inner_pid=instance.inner_pid)
+        await attempt.host.jobs.settle(attempt.claim, Outcome(OperationState.SUCCEEDED), admitted)
+    except BaseException:
+        await asyncio.shield(attempt.host.boxes.discard(instance.box))
+        raise
+    replicas.adopt(instance, admitted)
+
+
+async def _give_up(attempt: Attempt, error: RestorerError) -> None:
+    """Settle or release the job of a start that failed; everything it made is gone already."""
+    host, claim = attempt.host, attempt.claim
+    if isinstance(error, Cancelled):
+        await host.jobs.settle(
+            claim, Outcome(OperationState.CANCELLED, str(error)), attempt.moved(Event.CANCEL, reason=str(error))
+        )
+        return
+    passing = isinstance(error, ToolFailed | ToolHung | EngineDied | EngineNotReady) or error.kind == "environment"
+    if passing and claim.attempts < host.config.restorer.max_attempts:
+        log.warning("start of %s failed, to be tried again: %s", claim.job.replica, error)
+        await attempt.advance(Event.LEASE_LOST, incarnation="", start=None, reason=str(error))
+        await host.jobs.release(claim, _RETRY_S * claim.attempts)
+        return
+    log.error("start of %s failed: %s", claim.job.replica, error)
+    differs = isinstance(error, CanaryDiffers) and attempt.record.state is State.VERIFYING
+    await host.jobs.settle(
+        claim,
+        Outcome(
+            OperationState.FAILED,
+            str(error),
+            EXIT_HOST if isinstance(error, HostIncompatible) else EXIT_FAILED,
+            failure=Failure(code="restore_failed", detail=str(error), operation=claim.job.operation),
+            failure_s=host.config.restorer.failure_backoff_s,
+        ),
+        attempt.moved(Event.DIFFER if differs else Event.FAIL, reason=str(error)),
+    )
+
+
+async def make_snapshot(host: Host, claim: Claim) -> None:
+    """Start a donor, capture it, publish, let it go; settles the job.
+
+    Raises:
+        LeaseLost, StoreUnavailable: as for :func:`start`.
+    """
+    assert claim.job.kind is JobKind.SNAPSHOT
+    name = claim.job.model
+    try:
+        if host.criu is None:
+            raise SnapshotError(f"no snapshot can be made on this host: {host.capability}")
+        match = await asyncio.to_thread(host.match, name)
+        box = await host.boxes.take()
+        try:
+            donor, ready_s = await ignite(box, adapter(name, host.model(name)))
+            manifest = await capture(host, donor, match.profile, ready_s, Stages())
+        finally:
+            await asyncio.shield(host.boxes.discard(box))
+        log.info("snapshot %s of %s was made", manifest.id, name)
+        outcome = Outcome(OperationState.SUCCEEDED, snapshot=manifest.id)
+    except RestorerError as error:
+        if isinstance(error, LeaseLost):
+            raise
+        log.error("no snapshot of %s: %s", name, error)
+        outcome = Outcome(OperationState.FAILED, str(error), EXIT_FAILED)
+    await host.jobs.settle(claim, outcome)

@@ -1,0 +1,218 @@
+"""The replicas running on this host: watched, drained, parked when idle, stopped; found again after a restart.
+
+Owns every record in ADMITTED or DRAINING of this host. A replica's end is noticed by its pidfd, not by polling.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+from policies import scaling
+from policies.replica import RUNNING, Event, Replica, State, advance
+from policies.wire import GatewayReport
+from restorer.box import Box, watch
+from restorer.engines import adapter
+from restorer.errors import RestorerError
+from restorer.host import Host, log
+from restorer.instance import Instance
+from restorer.jobs import LeaseLost, StoreUnavailable
+
+_DRAIN_POLL_S = 0.5
+
+
+@dataclass(slots=True)
+class Running:
+    """One admitted replica."""
+
+    instance: Instance
+    record: Replica
+    active_at: float
+    """Monotonic time of its last sign of use."""
+    seen: dict[str, int] = field(default_factory=dict)
+    """gateway -> arrivals for its model, as last seen: a request shorter than two looks is not missed."""
+    stopping: bool = False
+    reported: bool = True
+    """Its record is in the store; False while a write is owed to a store that was away."""
+
+
+class Replicas:
+    """All of them. Methods are called from one event loop."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._running: dict[str, Running] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def adopt(self, instance: Instance, record: Replica) -> None:
+        """Take over an engine whose record is ADMITTED (or DRAINING) in the store."""
+        running = Running(instance, record, time.monotonic())
+        self._running[record.id] = running
+        self._task(self._watch(running))
+
+    async def reconcile(self) -> None:
+        """At start: adopt what an earlier restorer left admitted, kill what it left half-made, mend the records."""
+        records = await self._host.jobs.replicas()
+        for box in await self._host.boxes.survivors():
+            record = self._adoptable(box, records)
+            pid = None if record is None else box.host_pid(int(box.facts["inner_pid"]))
+            if record is None or pid is None:
+                log.warning("box %s was left behind; it is removed", box.id)
+                await self._host.boxes.discard(box)
+                continue
+            engine = adapter(record.model, self._host.model(record.model))
+            self.adopt(Instance(box, engine, int(box.facts["inner_pid"]), pid), record)
+            log.info("replica %s (%s) was found running", record.id, record.incarnation)
+        for record in records.values():
+            if record.host == self._host.name and record.state in RUNNING and record.id not in self._running:
+                gone = _moved(record, Event.FAIL, "its engine was gone when the restorer started")
+                with contextlib.suppress(LeaseLost):
+                    await self._host.jobs.write(gone)
+        for running in self._running.values():
+            await self._write(running)
+
+    def _adoptable(self, box: Box, records: dict[str, Replica]) -> Replica | None:
+        """The record of a surviving box that may go on: admitted on disk, and not denied by the store."""
+        if "record" not in box.facts:
+            return None
+        remembered = Replica.model_validate(box.facts["record"])
+        known = records.get(remembered.id)
+        if remembered.model not in self._host.config.models:
+            return None
+        if known is None:
+            # The store lost its memory; this host has not.
+            return remembered
+        return known if known.incarnation == box.id and known.state in RUNNING else None
+
+    async def stop(self, replica: str, incarnation: str, *, reason: str, drain_s: float | None = None) -> None:
+        """Drain a replica and stop it. Returns when it is gone, or at once when this incarnation is not here.
+
+        No request is lost: it is killed when every gateway has seen the DRAINING record and has nothing in flight on
+        it, or at the drain's deadline.
+        """
+        running = self._running.get(replica)
+        if running is None or running.record.incarnation != incarnation or running.stopping:
+            return
+        running.stopping = True
+        if running.record.state is State.ADMITTED:
+            running.record = _moved(running.record, Event.DRAIN, reason)
+            running.instance.box.remember(record=running.record.model_dump(mode="json"))
+        limit = self._host.model(running.record.model).drain_s if drain_s is None else drain_s
+        deadline = time.monotonic() + limit
+        seq = await self._write(running)
+        while (left := deadline - time.monotonic()) > 0 and running.record.id in self._running:
+            if seq and _drained(await self._reports(), incarnation, seq):
+                break
+            await self._host.news.wait(min(left, _DRAIN_POLL_S))
+        await self._end(running, Event.STOP, reason)
+
+    async def park_idle(self) -> None:
+        """Stop what has been idle for long enough; called about every second."""
+        reports = await self._reports()
+        now = time.monotonic()
+        by_model: dict[str, list[Running]] = {}
+        for running in self._running.values():
+            _note_use(running, reports, now)
+            by_model.setdefault(running.record.model, []).append(running)
+        for name, group in by_model.items():
+            policy = self._host.model(name)
+            admitted = {one.record.id: now - one.active_at for one in group if one.record.state is State.ADMITTED}
+            held = sum(report.models[name].held for report in reports if name in report.models)
+            coming = await self._host.jobs.starting(name)
+            for id in scaling.parkable(
+                idle_s=admitted, keep=policy.keep, held=held, coming=coming, idle_park_s=policy.idle_park_s
+            ):
+                incarnation = self._running[id].record.incarnation
+                self._task(self.stop(id, incarnation, reason=f"parked after {policy.idle_park_s:g} s without a request"))
+
+    async def repeat_records(self) -> None:
+        """Write records again that the store does not have: it was away, or came back empty."""
+        known = await self._host.jobs.replicas() if self._running else {}
+        for running in list(self._running.values()):
+            if not running.reported or known.get(running.record.id, None) is None:
+                await self._write(running)
+
+    async def stop_all(self, *, reason: str, drain_s: float) -> None:
+        """Stop every replica; for the restorer's own end."""
+        stops = [
+            self.stop(one.record.id, one.record.incarnation, reason=reason, drain_s=drain_s) for one in self._running.values()
+        ]
+        await asyncio.gather(*stops)
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _watch(self, running: Running) -> None:
+        try:
+            async with watch(running.instance.pid) as ended:
+                await ended
+        except ProcessLookupError:
+            pass
+        if not running.stopping:
+            log.error("replica %s (%s) ended by itself", running.record.id, running.record.incarnation)
+            await self._end(running, Event.FAIL, "the engine ended by itself; `rewake logs` shows its last words")
+
+    async def _end(self, running: Running, event: Event, reason: str) -> None:
+        running.stopping = True
+        record = _moved(running.record, event, reason)
+        # Told first: gateways must not learn of it from a network that vanished.
+        running.record = record
+        await self._write(running)
+        await asyncio.shield(self._host.boxes.discard(running.instance.box))
+        if self._running.get(record.id) is running:
+            del self._running[record.id]
+
+    async def _write(self, running: Running) -> int:
+        """Write the record; its position, or 0 when the store is away (it is written again later) or has a later one."""
+        try:
+            seq = await self._host.jobs.write(running.record)
+        except StoreUnavailable as error:
+            running.reported = False
+            log.warning("record of %s not written: %s", running.record.id, error)
+            return 0
+        except LeaseLost:
+            return 0
+        running.reported = True
+        return seq
+
+    async def _reports(self) -> list[GatewayReport]:
+        try:
+            return await self._host.jobs.gateways()
+        except StoreUnavailable:
+            return []
+
+    def _task(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(_logged(work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+async def _logged(work: Coroutine[Any, Any, None]) -> None:
+    try:
+        await work
+    except RestorerError as error:
+        log.error("%s", error)
+
+
+def _moved(record: Replica, event: Event, reason: str) -> Replica:
+    changes = {"state": advance(record.state, event), "reason": reason, "updated_ms": time.time_ns() // 1_000_000, "seq": 0}
+    return record.model_copy(update=changes)
+
+
+def _drained(reports: list[GatewayReport], incarnation: str, seq: int) -> bool:
+    return all(report.seq >= seq and not report.replicas.get(incarnation, 0) for report in reports)
+
+
+def _note_use(running: Running, reports: list[GatewayReport], now: float) -> None:
+    arrivals = {report.id: load.arrivals for report in reports if (load := report.models.get(running.record.model))}
+    busy = any(report.replicas.get(running.record.incarnation, 0) for report in reports)
+    if busy or any(running.seen.get(id) != count for id, count in arrivals.items()):
+        running.active_at = now
+    running.seen = arrivals

@@ -1,0 +1,175 @@
+"""The restorer's main loop: claim a job, run it under its lease, settle it; in between, keep house.
+
+Shut-down order: stop claiming; cancel what runs (each undoes itself); stop the replicas; kill the spare boxes; leave.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+
+from policies.wire import HostReport, JobKind, OperationState
+from restorer import pipeline
+from restorer.errors import RestorerError
+from restorer.host import Host, log
+from restorer.jobs import Claim, Outcome, StoreUnavailable
+from restorer.replicas import Replicas
+
+_TICK_S = 1.0
+_SUMMARY_EVERY = 5
+_RECONNECT_S = 0.5
+_STOP_DRAIN_S = 2.0
+"""At the restorer's own end the gateways have drained already, or are gone."""
+
+
+class Worker:
+    """One host's restorer."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._replicas = Replicas(host)
+        self._jobs: set[asyncio.Task[None]] = set()
+        self._due = asyncio.Event()
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Work until ``stop`` is set; then undo and stop everything."""
+        host = self._host
+        await self._prepare()
+        loops = [asyncio.create_task(loop) for loop in (self._listen(), self._keep_house(), self._claim_jobs())]
+        waiter = asyncio.create_task(stop.wait())
+        try:
+            done, _ = await asyncio.wait([waiter, *loops], return_when=asyncio.FIRST_COMPLETED)
+            for task in done - {waiter}:
+                task.result()
+        finally:
+            waiter.cancel()
+            for task in [*loops, *self._jobs]:
+                task.cancel()
+            await asyncio.gather(*loops, *self._jobs, return_exceptions=True)
+            await self._replicas.stop_all(reason="the restorer was stopped", drain_s=_STOP_DRAIN_S)
+            await host.boxes.close()
+            await host.jobs.close()
+
+    async def _prepare(self) -> None:
+        while True:
+            try:
+                await self._host.jobs.check_schema()
+                await self._replicas.reconcile()
+                await self._host.jobs.recover()
+                break
+            except StoreUnavailable as error:
+                log.warning("waiting for the store: %s", error)
+                await asyncio.sleep(_RECONNECT_S)
+        for name in await asyncio.to_thread(self._host.snapshots.sweep, older_than_s=0.0):
+            log.warning("unfinished snapshot %s was removed", name)
+        await self._host.boxes.fill()
+
+    async def _listen(self) -> None:
+        """Turn hints into wake-ups; a lost connection is opened again."""
+        while True:
+            try:
+                async for hint in self._host.jobs.hints():
+                    if hint is None or hint.job is not None:
+                        self._due.set()
+                    self._host.news.tell()
+            except StoreUnavailable as error:
+                log.warning("%s", error)
+                await asyncio.sleep(_RECONNECT_S)
+
+    async def _claim_jobs(self) -> None:
+        limit = self._host.config.restorer.parallel_starts
+        while True:
+            await self._due.wait()
+            self._due.clear()
+            with contextlib.suppress(StoreUnavailable):
+                while len(self._jobs) < limit:
+                    claim = await self._host.jobs.claim(self._host.config.restorer.lease_s)
+                    if claim is None:
+                        break
+                    self._begin(claim)
+
+    def _begin(self, claim: Claim) -> None:
+        task = asyncio.create_task(self._run_job(claim))
+        self._jobs.add(task)
+
+        def ended(_: asyncio.Task[None]) -> None:
+            self._jobs.discard(task)
+            self._due.set()
+
+        task.add_done_callback(ended)
+
+    async def _run_job(self, claim: Claim) -> None:
+        """One job under its lease. The lease's loss cancels the work, and the work undoes itself."""
+        log.info("job %s: %s %s", claim.job.id, claim.job.kind, claim.job.replica or claim.job.model)
+        work = asyncio.create_task(self._work(claim))
+        lease = asyncio.create_task(self._hold(claim))
+        try:
+            await asyncio.wait([work, lease], return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                log.error("job %s: the lease was lost; undoing", claim.job.id)
+        finally:
+            lease.cancel()
+            work.cancel()
+            results = await asyncio.gather(work, lease, return_exceptions=True)
+            self._note(claim, results[0])
+        await self._host.boxes.fill()
+
+    def _note(self, claim: Claim, result: BaseException | None) -> None:
+        if isinstance(result, RestorerError):
+            log.error("job %s: %s", claim.job.id, result)
+        elif isinstance(result, Exception):
+            log.error("job %s: a bug: %r", claim.job.id, result, exc_info=result)
+
+    async def _work(self, claim: Claim) -> None:
+        job = claim.job
+        if job.model not in self._host.config.models:
+            detail = f"the restorer on {self._host.name} has no model {job.model!r}; give it the gateway's configuration"
+            await self._host.jobs.settle(claim, Outcome(OperationState.FAILED, detail, 1))
+        elif job.kind is JobKind.START:
+            await pipeline.start(self._host, claim, self._replicas)
+        elif job.kind is JobKind.SNAPSHOT:
+            await pipeline.make_snapshot(self._host, claim)
+        else:
+            await self._replicas.stop(job.replica, job.incarnation, reason="scaled down")
+            await self._host.jobs.settle(claim, Outcome(OperationState.SUCCEEDED))
+
+    async def _hold(self, claim: Claim) -> None:
+        """Renew the lease; returns when it is lost, or is about to end while the store is away."""
+        lease_s = self._host.config.restorer.lease_s
+        sure_until = time.monotonic() + lease_s
+        while True:
+            await asyncio.sleep(lease_s / 4)
+            try:
+                asked = time.monotonic()
+                if not await self._host.jobs.renew(claim, lease_s):
+                    return
+                sure_until = asked + lease_s
+            except StoreUnavailable:
+                if time.monotonic() > sure_until - lease_s / 3:
+                    return
+
+    async def _keep_house(self) -> None:
+        """Every second: the host's report, idle replicas, records owed to the store."""
+        tick = 0
+        summaries = await asyncio.to_thread(self._host.summaries)
+        while True:
+            try:
+                if tick % _SUMMARY_EVERY == 0:
+                    summaries = await asyncio.to_thread(self._host.summaries)
+                    await self._replicas.repeat_records()
+                await self._host.jobs.report(
+                    HostReport(
+                        host=self._host.name,
+                        capable=self._host.criu is not None,
+                        capability=self._host.capability,
+                        snapshots=summaries,
+                        running=len(self._replicas),
+                        parallel_starts=self._host.config.restorer.parallel_starts,
+                    )
+                )
+                await self._replicas.park_idle()
+            except StoreUnavailable as error:
+                log.warning("%s", error)
+            tick += 1
+            await asyncio.sleep(_TICK_S)

@@ -1,0 +1,339 @@
+"""`rewake up` as a process: what it starts, in which order it ends, what it leaves behind when it is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pwd
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import redis
+import yaml
+from conftest import eventually, require_root, running_store
+from processes import alive, owned, uid_of
+
+ROOT = Path(__file__).parents[1]
+FAKE = str(Path(__file__).with_name("fake_child.py"))
+NOBODY = pwd.getpwnam("nobody")
+
+_DRIVER = """
+import json, sys
+import rewake
+from restorer import up
+told = json.loads(sys.argv[1])
+real = up.command
+def command(package, config_file, url, *more):
+    if package not in told["fake"]:
+        return real(package, config_file, url, *more)
+    name = package + (more[-1] if package == "gateway" else "")
+    return (sys.executable, told["program"], told["journal"], name, *told["fake"][package])
+up.command = command
+up._STORE_S = told["store_s"]
+sys.exit(rewake.main(["up", "-c", told["config"]]))
+"""
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return int(found.getsockname()[1])
+
+
+class Place:
+    """A configuration, a run folder, and a journal of the fake children."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.run_dir, self.state_dir, self.config = folder / "run", folder / "state", folder / "rewake.yaml"
+        self.port = free_port()
+        self.journal = folder / "journal"
+        self.journal.touch()
+        self.journal.chmod(0o666)
+        self.write()
+
+    def write(self, *, store: str | None = None, **gateway: Any) -> None:
+        document = {
+            "models": {"m": {"engine": {"kind": "http", "command": ["/bin/true"]}}},
+            "gateway": {"port": self.port, "drain_s": 30, **gateway},
+            "restorer": {"criu": "/no/such/criu"},
+            "store": {"url": store},
+            "run_dir": str(self.run_dir),
+            "state_dir": str(self.state_dir),
+        }
+        self.config.write_text(yaml.safe_dump(document))
+
+    @property
+    def socket(self) -> Path:
+        return self.run_dir / "store" / "store.sock"
+
+    def events(self, *, pids: bool = False) -> list[str]:
+        return [line if pids else line.rpartition(" ")[0] for line in self.journal.read_text().splitlines()]
+
+    def children(self) -> dict[str, int]:
+        """What up has written down about its children: name -> pid."""
+        try:
+            document = json.loads((self.run_dir / "up.lock").read_text())
+        except (OSError, ValueError):
+            return {}
+        return {name: pid for name, (pid, _) in document["children"].items()}
+
+
+class Running:
+    """One `rewake up`."""
+
+    def __init__(self, place: Place, fake: Mapping[str, tuple[str, ...]], *, store_s: float = 15.0) -> None:
+        told = {
+            "program": FAKE,
+            "journal": str(place.journal),
+            "fake": fake,
+            "config": str(place.config),
+            "store_s": store_s,
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, "-W", "error", "-c", _DRIVER, json.dumps(told)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self.said: list[str] = []
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._lines.put(line.rstrip("\n"))
+        self._lines.put(None)
+
+    def says(self, part: str, *, within: float = 20.0) -> str:
+        """The first line not read yet that contains ``part``."""
+        deadline = time.monotonic() + within
+        while True:
+            try:
+                line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                pytest.fail(f"not said within {within} s: {part!r}; said so far: {self.said}")
+            assert line is not None, f"ended without saying {part!r}: {self.said}"
+            self.said.append(line)
+            if part in line:
+                return line
+
+    def ends(self, within: float = 20.0) -> int:
+        """Its exit code."""
+        code = self.process.wait(within)
+        self._reader.join(within)
+        while (line := self._lines.get(timeout=within)) is not None:
+            self.said.append(line)
+        return code
+
+
+@pytest.fixture
+def place() -> Iterator[Place]:
+    """A folder that the gateway's account may pass through."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        yield Place(Path(name))
+
+
+@contextlib.contextmanager
+def running(
+    place: Place, *, restorer: tuple[str, ...] = (), gateway: tuple[str, ...] | None = (), **more: Any
+) -> Iterator[Running]:
+    """A `rewake up` with fake children; ``gateway=None`` for the real one. Nothing of it is left afterwards."""
+    fake = {"restorer": restorer} if gateway is None else {"restorer": restorer, "gateway": gateway}
+    up = Running(place, fake, **more)
+    try:
+        yield up
+    finally:
+        left = place.children()
+        if up.process.poll() is None:
+            up.process.kill()
+        up.process.wait()
+        up._reader.join(20)
+        assert up.process.stdout is not None
+        up.process.stdout.close()
+        for pid in left.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+async def test_begins_all_and_ends_gateways_then_restorer_then_store(place: Place) -> None:
+    place.write(workers=2)
+    with running(place, restorer=("watch", str(place.socket))) as up:
+        await eventually(lambda: len(place.events()) == 3, within=20)
+        assert sorted(place.events()) == ["gateway0 begins", "gateway1 begins", "restorer begins"]
+        children = place.children()
+        assert sorted(children) == ["gateway-0", "gateway-1", "restorer", "store"]
+        # As a terminal does it: to the whole foreground group.
+        os.killpg(up.process.pid, signal.SIGINT)
+        assert up.ends() == 0
+    events = place.events()[3:]
+    assert sorted(events[:4]) == ["gateway0 ends", "gateway0 got-SIGTERM", "gateway1 ends", "gateway1 got-SIGTERM"]
+    assert events[4:] == ["restorer got-SIGTERM", "restorer store-there", "restorer ends"]
+    assert not any(map(alive, children.values()))
+    assert up.said[-1] == "rewake: stopped"
+
+
+async def test_says_where_it_serves_what_does_not_work_and_passes_lines_on(place: Place) -> None:
+    with running(place, gateway=("listen", str(place.port))) as up:
+        assert up.says("serving") == (
+            f"rewake: serving m at http://127.0.0.1:{place.port}/v1; admin token in {place.run_dir}/admin-token; "
+            "Ctrl-C stops everything"
+        )
+        assert up.says("cold starts only").startswith(
+            "rewake: cold starts only, because CRIU is not usable: /no/such/criu not found; install CRIU 4.2 or later"
+        )
+        up.process.send_signal(signal.SIGTERM)
+        assert up.ends() == 0
+    assert "restorer | restorer says hello" in up.said
+    assert "gateway-0 | gateway0 says hello" in up.said
+
+
+async def test_makes_its_folders_and_the_token_for_the_right_accounts(place: Place) -> None:
+    with running(place, gateway=("listen", str(place.port))) as up:
+        up.says("serving")
+        me = os.geteuid()
+        assert owned(place.state_dir) == (0o700, me)
+        assert owned(place.run_dir) == (0o755, me)
+        assert owned(place.run_dir / "admin-token") == (0o600, me)
+        owner = NOBODY.pw_uid if me == 0 else me
+        assert owned(place.socket) == (0o600, owner)
+        assert owned(place.socket.parent) == (0o700, owner)
+        assert uid_of(place.children()["store"]) == owner
+
+
+async def test_a_second_one_on_the_same_run_dir_is_refused(place: Place) -> None:
+    with running(place, gateway=("listen", str(place.port))) as first:
+        first.says("serving")
+        token = (place.run_dir / "admin-token").read_text()
+        with running(place) as second:
+            assert second.ends() == 1
+        assert second.said == [
+            f"rewake: `rewake up` already runs on {place.run_dir} (pid {first.process.pid}); stop it, or set another run_dir"
+        ]
+        assert (place.run_dir / "admin-token").read_text() == token
+        assert place.events() == ["restorer begins", "gateway0 begins"] or place.events() == [
+            "gateway0 begins",
+            "restorer begins",
+        ]
+
+
+@pytest.mark.parametrize("how", [(), ("unprivileged",)])
+async def test_kill_9_leaves_no_child_and_the_next_one_starts(place: Place, how: tuple[str, ...]) -> None:
+    if how:
+        require_root()
+    with running(place, gateway=how) as up:
+        await eventually(lambda: len(place.events()) == 2, within=20)
+        children = place.children()
+        up.process.kill()
+        await eventually(lambda: not any(map(alive, children.values())))
+    assert {"gateway0 got-SIGTERM", "restorer got-SIGTERM"} <= set(place.events())
+    with running(place, gateway=("listen", str(place.port))) as up:
+        up.says("serving")
+
+
+async def test_the_next_one_waits_for_a_restorer_that_still_stops(place: Place) -> None:
+    with running(place, restorer=("slow", "1.5")) as first:
+        await eventually(lambda: len(place.events()) == 2, within=20)
+        first.process.kill()
+        first.process.wait()
+        with running(place, gateway=("listen", str(place.port))) as second:
+            second.says("an earlier `rewake up` was killed; waiting for what it left to end: restorer (pid ")
+            second.says("serving")
+    events = [event for event in place.events() if event.startswith("restorer")]
+    # The orphan hears of it twice: from the kernel, and from the successor.
+    assert events[0] == "restorer begins"
+    assert events.index("restorer ends") < events.index("restorer begins", 1)
+
+
+async def test_a_second_signal_cuts_the_gateways_off_and_still_lets_the_restorer_clean_up(place: Place) -> None:
+    with running(place, gateway=("slow", "60"), restorer=("slow", "0.5")) as up:
+        await eventually(lambda: len(place.events()) == 2, within=20)
+        up.process.send_signal(signal.SIGINT)
+        await eventually(lambda: "gateway0 got-SIGTERM" in place.events())
+        assert "restorer got-SIGTERM" not in place.events()
+        up.process.send_signal(signal.SIGINT)
+        assert up.ends() == 0
+    assert "gateway0 ends" not in place.events()
+    assert place.events()[-2:] == ["restorer got-SIGTERM", "restorer ends"]
+
+
+async def test_the_store_comes_back_after_it_died_and_the_others_go_on(place: Place) -> None:
+    with running(place) as up:
+        await eventually(lambda: len(place.events()) == 2, within=20)
+        before = place.children()
+        os.kill(before["store"], signal.SIGKILL)
+        up.says("store was killed by SIGKILL")
+        after = await eventually(lambda: (found := place.children()).get("store", before["store"]) != before["store"] and found)
+        assert {name: pid for name, pid in after.items() if name != "store"} == {
+            name: pid for name, pid in before.items() if name != "store"
+        }
+        with contextlib.closing(redis.Redis.from_url(f"unix://{place.socket}")) as client:
+            await eventually(lambda: _pings(client))
+
+
+def _pings(client: redis.Redis) -> bool:
+    try:
+        return bool(client.ping())
+    except redis.ConnectionError:
+        return False
+
+
+async def test_a_store_of_ones_own_is_used_and_none_embedded(place: Place) -> None:
+    (place.folder / "own").mkdir()
+    with running_store(place.folder / "own") as url:
+        place.write(store=url)
+        with running(place, gateway=("listen", str(place.port))) as up:
+            up.says("serving")
+            assert sorted(place.children()) == ["gateway-0", "restorer"]
+            assert not place.socket.exists()
+
+
+async def test_a_store_that_does_not_answer_ends_it_with_the_reason(place: Place) -> None:
+    place.write(store=f"redis://127.0.0.1:{free_port()}")
+    with running(place, store_s=0.3) as up:
+        assert up.ends() == 1
+    assert "does not answer within 0.3 s" in up.said[-1]
+    assert place.events() == []
+
+
+async def test_a_run_dir_closed_to_the_gateways_account_is_refused(place: Place) -> None:
+    require_root()
+    (place.folder / "closed").mkdir(mode=0o700)
+    place.run_dir = place.folder / "closed" / "run"
+    place.write()
+    with running(place) as up:
+        assert up.ends() == 1
+    assert up.said == [
+        f"rewake: {place.folder}/closed is closed to nobody, the gateway's account: chmod o+x {place.folder}/closed, "
+        "or set run_dir to another place"
+    ]
+
+
+async def test_the_real_gateway_runs_without_root_and_ends_with_a_killed_up(place: Place) -> None:
+    with running(place, gateway=None) as up:
+        up.says("serving", within=30)
+        pid = place.children()["gateway-0"]
+        assert uid_of(pid) == (NOBODY.pw_uid if os.geteuid() == 0 else os.geteuid())
+        token = (place.run_dir / "admin-token").read_text().strip()
+        url = f"http://127.0.0.1:{place.port}/admin/v1/replicas"
+        async with httpx.AsyncClient(trust_env=False) as client:
+            answer = await client.get(url, headers={"Authorization": f"Bearer {token}"})
+        assert answer.json() == {"replicas": []}
+        up.process.kill()
+        await eventually(lambda: not alive(pid), within=10)
