@@ -331,8 +331,15 @@ async def _ip(commands: Sequence[str], *, enter: int | None = None, check: bool 
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,
     )
-    async with asyncio.timeout(_SETUP_S):
-        _, err = await process.communicate("\n".join([*commands, ""]).encode())
+    try:
+        async with asyncio.timeout(_SETUP_S):
+            _, err = await process.communicate("\n".join([*commands, ""]).encode())
+    except TimeoutError:
+        raise ToolHung(f"ip did not end within {_SETUP_S:g} s: {'; '.join(commands)}") from None
+    finally:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
     if check and process.returncode != 0:
         raise Environment(f"ip: {err.decode(errors='replace').strip()}; does restorer.network overlap a network of this host?")
 

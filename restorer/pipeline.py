@@ -10,6 +10,7 @@ import asyncio
 import time
 from typing import Any
 
+from policies.compat import Mismatch
 from policies.manifest import Manifest
 from policies.replica import Event, Replica, State, advance
 from policies.wire import Failure, JobKind, OperationState
@@ -30,7 +31,7 @@ from restorer.errors import (
 from restorer.host import Host, Match, log
 from restorer.instance import Instance, connect, ignite, resurrect
 from restorer.integrity import verify_files
-from restorer.jobs import Claim, LeaseLost, Outcome, demand
+from restorer.jobs import Claim, LeaseLost, Outcome, StoreUnavailable, demand
 from restorer.replicas import Replicas
 from restorer.stages import Stages
 
@@ -101,7 +102,7 @@ async def start(host: Host, claim: Claim, replicas: Replicas) -> None:
                 )
             instance = await _cold(attempt, match, Event.START, why)
         await _admit(attempt, instance, replicas)
-    except LeaseLost:
+    except (LeaseLost, StoreUnavailable):
         raise
     except RestorerError as error:
         await _give_up(attempt, error)
@@ -111,7 +112,7 @@ async def _restored_or_cold(attempt: Attempt, match: Match, manifest: Manifest) 
     host, claim = attempt.host, attempt.claim
     try:
         return await _restored(attempt, manifest)
-    except (Cancelled, LeaseLost):
+    except (Cancelled, LeaseLost, StoreUnavailable):
         raise
     except RestorerError as error:
         log.warning("restore of %s from %s failed: %s", claim.job.replica, manifest.id, error)
@@ -160,10 +161,8 @@ async def _verify_bytes(attempt: Attempt, manifest: Manifest) -> None:
             raise SnapshotError(f"snapshot {manifest.id} was changed: " + "; ".join(map(str, faults[:_SHOWN])))
         changed = await asyncio.to_thread(verify_files, manifest, host.stamps)
     if changed:
-        more = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
-        raise ToolFailed(
-            "verify", EXIT_HOST, "files that the engine had mapped changed: " + "; ".join(map(str, changed[:_SHOWN])) + more
-        )
+        remedy = "bring the donor's version back, or make a new snapshot with `rewake snapshot create`"
+        raise HostIncompatible([Mismatch(f"file {fault.path}", fault.expected, fault.found, remedy) for fault in changed])
 
 
 async def _cold(attempt: Attempt, match: Match, event: Event, why: str) -> Instance:
@@ -255,9 +254,9 @@ async def make_snapshot(host: Host, claim: Claim) -> None:
             await asyncio.shield(host.boxes.discard(box))
         log.info("snapshot %s of %s was made", manifest.id, name)
         outcome = Outcome(OperationState.SUCCEEDED, snapshot=manifest.id)
+    except (LeaseLost, StoreUnavailable):
+        raise
     except RestorerError as error:
-        if isinstance(error, LeaseLost):
-            raise
         log.error("no snapshot of %s: %s", name, error)
         outcome = Outcome(OperationState.FAILED, str(error), EXIT_FAILED)
     await host.jobs.settle(claim, outcome)

@@ -17,6 +17,8 @@ from gateway.store import Store
 from policies.replica import State
 from policies.wire import Hint, Job, JobKind, Operation, OperationState
 
+pytestmark = pytest.mark.contract
+
 
 @pytest.fixture
 async def operations(store, store_server):

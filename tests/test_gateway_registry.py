@@ -18,6 +18,8 @@ from gateway.store import Store, WrongSchema
 from policies.replica import Replica, State
 from policies.wire import Failure, Hint
 
+pytestmark = pytest.mark.contract
+
 
 def record(seq: int, state: State = State.ADMITTED, slot: int = 0, incarnation: str = "i", model: str = "m") -> Replica:
     return Replica(id=f"{model}#{slot}", model=model, state=state, fence=1, seq=seq, incarnation=incarnation)

@@ -122,7 +122,7 @@ def test_canary_requests_are_greedy_seeded_and_one_for_each_prompt() -> None:
 
 def test_no_canary_is_answered_from_a_cache() -> None:
     llama, vllm = adapter("m", model("llama-server")), adapter("m", model("vllm"))
-    path, body = llama.canary_requests()[0]
+    _, body = llama.canary_requests()[0]
     assert llama.as_sent(body)["cache_prompt"] is False
     _, body = vllm.canary_requests()[0]
     salts = {vllm.as_sent(body)["cache_salt"] for _ in range(10)}
@@ -207,7 +207,7 @@ async def llama() -> AsyncIterator[httpx.AsyncClient]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     argv = [LLAMA_SERVER, "-m", GGUF, "--host", "127.0.0.1", "--port", str(port), "-c", "2048", "-t", "2"]
-    server = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    server = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # noqa: ASYNC220 - it lives longer than the call
     try:
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
             engine = adapter("m", Model.model_validate({"engine": {"kind": "llama-server", "command": ["/x"]}}))

