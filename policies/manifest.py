@@ -101,7 +101,7 @@ class Manifest(_Record):
     criu_options: tuple[str, ...]
     """Options the restore must be given because the dump was made with their counterparts."""
     cold_start_s: float
-    """Seconds from exec to ready of the donor, for comparison."""
+    """Seconds from exec to the donor's first token, for comparison."""
     bytes: int
     """Allocated bytes of all objects: what the snapshot costs on disk."""
     bytes_written: int

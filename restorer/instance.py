@@ -76,7 +76,7 @@ async def connect(instance: Instance) -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def ignite(box: Box, engine: HttpEngine) -> tuple[Instance, float]:
-    """Start an engine cold, wait until it is ready, warm it. Returns it and the seconds from exec to ready.
+    """Start an engine cold, wait until it is ready, warm it. Returns it and the seconds from exec to its first token.
 
     Raises:
         EngineDied: it ended by itself. EngineNotReady: it was not ready in time.
@@ -96,9 +96,8 @@ async def ignite(box: Box, engine: HttpEngine) -> tuple[Instance, float]:
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
             raise EngineNotReady(f"the engine was not ready within {timeout_s:g} s; its log ends: {_tail(box)}") from None
-        ready_s = time.perf_counter() - begun
         await engine.warm(client)
-    return instance, ready_s
+    return instance, time.perf_counter() - begun
 
 
 async def resurrect(criu: Criu, box: Box, engine: HttpEngine, manifest: Manifest, folder: Path, stages: Stages) -> Instance:

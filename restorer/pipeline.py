@@ -173,10 +173,10 @@ async def _cold(attempt: Attempt, match: Match, event: Event, why: str) -> Insta
     try:
         await attempt.advance(event, incarnation=box.id, start="cold", snapshot=None, reason=why)
         with attempt.stages.timed("start engine"):
-            instance, ready_s = await ignite(box, attempt.engine)
+            instance, cold_start_s = await ignite(box, attempt.engine)
         if policy.create == "auto" and host.criu is not None and match.manifest is None:
             try:
-                manifest = await capture(host, instance, match.profile, ready_s, attempt.stages)
+                manifest = await capture(host, instance, match.profile, cold_start_s, attempt.stages)
                 log.info("snapshot %s of %s was made", manifest.id, attempt.record.model)
             except RestorerError as error:
                 # The engine serves all the same; the next start is cold too, and says why.
@@ -248,8 +248,8 @@ async def make_snapshot(host: Host, claim: Claim) -> None:
         match = await asyncio.to_thread(host.match, name)
         box = await host.boxes.take()
         try:
-            donor, ready_s = await ignite(box, adapter(name, host.model(name)))
-            manifest = await capture(host, donor, match.profile, ready_s, Stages())
+            donor, cold_start_s = await ignite(box, adapter(name, host.model(name)))
+            manifest = await capture(host, donor, match.profile, cold_start_s, Stages())
         finally:
             await asyncio.shield(host.boxes.discard(box))
         log.info("snapshot %s of %s was made", manifest.id, name)
