@@ -23,7 +23,7 @@ from restorer.errors import EngineNotReady, SnapshotError
 
 KINDS = ["http", "llama-server", "vllm"]
 LLAMA_SERVER = os.environ.get("REWAKE_LLAMA_SERVER") or shutil.which("llama-server")
-GGUF = os.environ.get("REWAKE_TEST_GGUF")
+GGUF = os.environ.get("REWAKE_MODEL")
 
 
 def model(kind: str, **canary: Any) -> Model:
@@ -202,7 +202,7 @@ async def test_vllm_is_quiesced_where_it_offers_that() -> None:
 async def llama() -> AsyncIterator[httpx.AsyncClient]:
     """A client of a real llama-server."""
     if LLAMA_SERVER is None or GGUF is None:
-        (pytest.fail if os.environ.get("CI") else pytest.skip)("needs REWAKE_LLAMA_SERVER and REWAKE_TEST_GGUF")
+        (pytest.fail if os.environ.get("CI") else pytest.skip)("needs REWAKE_LLAMA_SERVER and REWAKE_MODEL")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
