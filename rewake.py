@@ -7,6 +7,7 @@ how a request is served or a replica restored: it starts processes, asks the adm
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import dataclasses
 import os
@@ -217,23 +218,23 @@ def logs(
 ) -> None:
     """Print the end of the engine's log of one REPLICA (model#slot, or an incarnation)."""
     parsed = load(config)[1]
-    folder, incarnation = Path(parsed.state_dir) / "logs", replica
-    if not (_SAFE.fullmatch(replica) and (folder / replica).is_dir()):
+    boxes, incarnation = Path(parsed.state_dir) / "boxes", replica
+    if not (_SAFE.fullmatch(replica) and (boxes / replica).is_dir()):
         with Admin(parsed) as admin:
             incarnation = str(admin.replica(replica)["incarnation"])
     if not _SAFE.fullmatch(incarnation):
-        raise Failed(f"{replica} has not been started yet, so it has no log")
-    path = folder / incarnation / "engine.log"
+        raise Failed(f"{replica} does not run, so it has no log")
+    path = boxes / incarnation / "private" / "engine.log"
     try:
-        with path.open("rb") as file:
-            for line in file.readlines()[-lines:] if lines else ():
-                sys.stdout.buffer.write(line)
+        # The engine can write to that folder: a link in it could lead anywhere.
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
+            sys.stdout.buffer.writelines(collections.deque(file, maxlen=lines))
             while follow:
-                sys.stdout.buffer.write(file.read())
                 sys.stdout.flush()
                 time.sleep(_FOLLOW_S)
+                sys.stdout.buffer.write(file.read())
     except OSError as error:
-        raise Failed(f"{path}: {error.strerror}; logs are read on the host that runs the replica, by the same user") from None
+        raise Failed(f"{path}: {error.strerror}; a log is on the replica's host, for its user, while the replica runs") from None
     sys.stdout.flush()
 
 

@@ -93,6 +93,7 @@ class Installation:
 
     def stop(self) -> int:
         assert self.up is not None
+        self.http.close()
         self.up.send_signal(signal.SIGINT)
         return self.up.wait(60)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -413,24 +414,32 @@ def test_a_token_of_somebody_else_says_who_may_read_it(place: Place) -> None:
     assert "may not be read; run this as the user that runs `rewake up`" in ran.stderr
 
 
+def engine_log(place: Place, incarnation: str) -> Path:
+    path = place.state_dir / "boxes" / incarnation / "private" / "engine.log"
+    path.parent.mkdir(parents=True)
+    return path
+
+
 async def test_logs_prints_the_end_of_the_incarnations_log(place: Place, api: AdminApi) -> None:
     api.replicas = [replica(0, State.ADMITTED, incarnation="i0"), replica(1, State.QUEUED)]
-    folder = place.state_dir / "logs" / "i0"
-    folder.mkdir(parents=True)
-    (folder / "engine.log").write_bytes(b"".join(b"line %d\n" % n for n in range(100)))
+    path = engine_log(place, "i0")
+    path.write_bytes(b"".join(b"line %d\n" % n for n in range(100)))
     assert await place.call("logs", "m#0", "-n", "2") == (0, "line 98\nline 99\n", "")
     assert (await place.call("logs", "m#0"))[1].count("\n") == 50
-    assert await place.call("logs", "m#1") == (1, "", "rewake: m#1 has not been started yet, so it has no log\n")
-    (folder / "engine.log").unlink()
+    assert await place.call("logs", "m#0", "-n", "0") == (0, "", "")
+    assert await place.call("logs", "m#1") == (1, "", "rewake: m#1 does not run, so it has no log\n")
+    path.unlink()
     assert "engine.log: No such file or directory" in (await place.call("logs", "m#0"))[2]
 
 
-def test_logs_of_an_incarnation_need_no_gateway(place: Place) -> None:
-    folder = place.state_dir / "logs" / "i0"
-    folder.mkdir(parents=True)
-    (folder / "engine.log").write_text("one\n")
+def test_logs_of_an_incarnation_need_no_gateway_and_follow_no_link(place: Place) -> None:
+    engine_log(place, "i0").write_text("one\n")
     assert place.run("logs", "i0") == (0, "one\n", "")
     assert place.run("logs", "../i0")[0] == 1
+    engine_log(place, "i1").symlink_to(place.config)
+    code, out, err = place.run("logs", "i1")
+    assert (code, out) == (1, "")
+    assert "Too many levels of symbolic links" in err
 
 
 # ---------------------------------------------------------------- snapshots
@@ -591,3 +600,24 @@ def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     monkeypatch.setattr(rewake.metadata, "version", lambda _: "1.2.3")
     assert rewake.main(["--version"]) == 0
     assert capsys.readouterr().out == "rewake 1.2.3\n"
+
+
+async def test_logs_follows_until_it_is_interrupted(place: Place) -> None:
+    path = engine_log(place, "i0")
+    path.write_text("one\n")
+    argv = [sys.executable, "-c", "import rewake, sys; sys.exit(rewake.main(sys.argv[1:]))"]
+    argv += ["logs", "i0", "--follow", "-c", str(place.config)]
+    process = await asyncio.create_subprocess_exec(*argv, cwd=ROOT, stdout=asyncio.subprocess.PIPE)
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(20):
+            assert await process.stdout.readline() == b"one\n"
+            with path.open("a") as file:
+                file.write("two\n")
+            assert await process.stdout.readline() == b"two\n"
+            process.send_signal(signal.SIGINT)
+            assert await process.wait() == 130
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
