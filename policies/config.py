@@ -229,9 +229,11 @@ def parse(document: object) -> Config:
 
 
 def _line(fault: Mapping[str, Any]) -> str:
-    path = ".".join(str(part) for part in fault["loc"]) or "(file)"
+    path = ".".join(str(part) for part in fault["loc"])
     reason = "unknown setting; remove it or mend its spelling" if fault["type"] == "extra_forbidden" else fault["msg"]
-    return f"{path}: {str(reason).removeprefix('Value error, ')}"
+    reason = str(reason).removeprefix("Value error, ")
+    # A fault between models belongs to the whole file; its reason names the path itself.
+    return f"{path}: {reason}" if path else reason
 
 
 def _kind(document: object) -> str:

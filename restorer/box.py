@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import ipaddress
 import json
+import logging
 import os
 import secrets
 import shutil
@@ -28,6 +29,8 @@ from typing import Any
 from restorer import boxinit
 from restorer.errors import Environment, ToolFailed, ToolHung
 
+log = logging.getLogger("rewake.restorer")
+
 FIRST_PID = 1000
 """Engines start here, so that the few tools that enter a box to restore one (from pid 2 upwards) are never in its way."""
 _UNSHARE = ("unshare", "--pid", "--mount", "--ipc", "--uts", "--net", "--fork", "--kill-child", "--mount-proc", "--")
@@ -36,6 +39,10 @@ setsid "$@" </dev/null >>engine.log 2>&1 &
 echo $!"""
 _SETUP_S = 20.0
 _KILL_S = 20.0
+
+
+class AddressTaken(Environment):
+    """An interface or address of this network exists already: another installation uses the same one."""
 
 
 @dataclass(slots=True)
@@ -151,7 +158,9 @@ class Box:
                     await _readable(pidfd, _KILL_S, f"pid 1 of box {self.id} did not die within {_KILL_S:g} s of SIGKILL")
                 finally:
                     os.close(pidfd)
-        await _ip([f"link del {_link(self.host_address)}"], check=False)
+        # A link of this name that we did not make is another installation's.
+        if self.facts.get("linked"):
+            await _ip([f"link del {_link(self.host_address)}"], check=False)
         self.state_file.unlink(missing_ok=True)
         await asyncio.to_thread(shutil.rmtree, self.folder, True)
 
@@ -262,14 +271,25 @@ class BoxFactory:
         return index
 
     async def _make(self) -> Box:
-        id, index = secrets.token_hex(6), self._take_index()
-        box = self._handle(id, 0, index)
+        while True:
+            try:
+                return await self._make_at(self._take_index())
+            except AddressTaken as error:
+                # By another installation on this host; its number stays taken here, so this ends with the network.
+                log.warning("%s; taking the next", error)
+
+    async def _make_at(self, index: int) -> Box:
+        box = self._handle(secrets.token_hex(6), 0, index)
         try:
             for folder in (box.private / "tmp", box.private / "home", box.work):
                 folder.mkdir(parents=True, mode=0o700)
             box.init_pid = await self._unshare(box)
             box.remember(init_start_time=_start_time(box.init_pid))
             await _connect(box)
+            box.remember(linked=True)
+        except AddressTaken:
+            await asyncio.shield(box.kill())
+            raise
         except BaseException:
             await asyncio.shield(self.discard(box))
             raise
@@ -340,6 +360,8 @@ async def _ip(commands: Sequence[str], *, enter: int | None = None, check: bool 
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
+    if check and process.returncode != 0 and b"File exists" in err:
+        raise AddressTaken(f"ip: {'; '.join(commands)}: {err.decode(errors='replace').strip()}")
     if check and process.returncode != 0:
         raise Environment(f"ip: {err.decode(errors='replace').strip()}; does restorer.network overlap a network of this host?")
 

@@ -86,7 +86,7 @@ async def ignite(box: Box, engine: HttpEngine) -> tuple[Instance, float]:
     inner = await box.spawn((*launcher, *engine.argv()), engine.environment(box.mountpoint))
     pid = box.host_pid(inner)
     if pid is None:
-        raise EngineDied(f"the engine ended at once; its log ends: {_tail(box)}")
+        raise EngineDied(f"the engine ended at once; its log ends: {last_words(box)}")
     instance = Instance(box, engine, inner, pid)
     timeout_s = engine.model.engine.ready_timeout_s
     async with connect(instance) as client:
@@ -95,7 +95,7 @@ async def ignite(box: Box, engine: HttpEngine) -> tuple[Instance, float]:
                 while not await engine.ready(client):  # noqa: ASYNC110 - an engine can only be asked
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
-            raise EngineNotReady(f"the engine was not ready within {timeout_s:g} s; its log ends: {_tail(box)}") from None
+            raise EngineNotReady(f"the engine was not ready within {timeout_s:g} s; its log ends: {last_words(box)}") from None
         await engine.warm(client)
     return instance, time.perf_counter() - begun
 
@@ -119,15 +119,16 @@ async def resurrect(criu: Criu, box: Box, engine: HttpEngine, manifest: Manifest
         await criu.restore(box, images, manifest.criu_options)
     pid = box.host_pid(manifest.root_pid)
     if pid is None:
-        raise EngineDied(f"the restored engine ended at once; its log ends: {_tail(box)}")
+        raise EngineDied(f"the restored engine ended at once; its log ends: {last_words(box)}")
     return Instance(box, engine, manifest.root_pid, pid)
 
 
 def _died(instance: Instance) -> EngineDied:
-    return EngineDied(f"the engine ended by itself; its log ends: {_tail(instance.box)}")
+    return EngineDied(f"the engine ended by itself; its log ends: {last_words(instance.box)}")
 
 
-def _tail(box: Box) -> str:
+def last_words(box: Box) -> str:
+    """The end of the engine's log: what it said before it ended."""
     try:
         return box.log.read_text(errors="replace")[-_LOG_TAIL:].strip() or "(empty)"
     except OSError:

@@ -19,7 +19,7 @@ from restorer.box import Box, watch
 from restorer.engines import adapter
 from restorer.errors import RestorerError
 from restorer.host import Host, log
-from restorer.instance import Instance
+from restorer.instance import Instance, last_words
 from restorer.jobs import LeaseLost, StoreUnavailable
 
 _DRAIN_POLL_S = 0.5
@@ -157,7 +157,8 @@ class Replicas:
             pass
         if not running.stopping:
             log.error("replica %s (%s) ended by itself", running.record.id, running.record.incarnation)
-            await self._end(running, Event.FAIL, "the engine ended by itself; `rewake logs` shows its last words")
+            # Its folder goes with the box, so the record keeps what may explain it.
+            await self._end(running, Event.FAIL, f"the engine ended by itself; its log ends: {last_words(running.instance.box)}")
 
     async def _end(self, running: Running, event: Event, reason: str) -> None:
         running.stopping = True

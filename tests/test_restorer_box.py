@@ -1,0 +1,127 @@
+"""Boxes on the real kernel: reachable, separate, gone when killed, found again when their maker died."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from conftest import eventually, require_root
+
+from restorer.box import FIRST_PID, Box, BoxFactory, watch
+from restorer.errors import ToolHung
+
+NETWORK = "198.18.210.0/26"
+SERVER = (sys.executable, "-m", "http.server", "8000", "--bind", "0.0.0.0")
+ENV = {"PATH": os.environ["PATH"]}
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    require_root()
+    made = Path(tempfile.mkdtemp(prefix="rewake-box-", dir="/var/tmp"))
+    yield made
+    shutil.rmtree(made, ignore_errors=True)
+
+
+def made(folder: Path, network: str = NETWORK, spare: int = 0) -> BoxFactory:
+    return BoxFactory(run_dir=folder / "run", state_dir=folder / "state", network=network, spare=spare)
+
+
+@pytest.fixture
+async def factory(folder: Path) -> AsyncIterator[BoxFactory]:
+    factory = made(folder)
+    yield factory
+    for box in await made(folder).survivors():
+        await factory.discard(box)
+    await factory.close()
+
+
+async def serving(box: Box) -> int:
+    pid = await box.spawn(SERVER, ENV)
+    async with httpx.AsyncClient(trust_env=False) as client:
+
+        async def answers() -> bool:
+            try:
+                return (await client.get(f"http://{box.address}:8000/", timeout=2)).status_code == 200
+            except httpx.HTTPError:
+                return False
+
+        await eventually(answers, what="the server in the box")
+    return pid
+
+
+async def test_three_at_once_have_the_same_pids_and_ports_and_do_not_meet(factory: BoxFactory) -> None:
+    boxes = [await factory.take() for _ in range(3)]
+    pids = [await serving(box) for box in boxes]
+    assert pids == [FIRST_PID] * 3
+    assert len({box.host_pid(FIRST_PID) for box in boxes}) == 3
+    (boxes[0].root / "dev/shm/mine").write_text("1")
+    assert not (boxes[1].root / "dev/shm/mine").exists()
+
+
+async def test_killing_one_removes_processes_folder_link_and_state(factory: BoxFactory) -> None:
+    box = await factory.take()
+    engine = box.host_pid(await serving(box))
+    assert engine is not None
+    async with watch(engine) as ended:
+        await factory.discard(box)
+        await asyncio.wait_for(ended, 5)
+    assert not box.alive
+    assert not box.folder.exists()
+    assert not box.state_file.exists()
+    addresses = (await asyncio.to_thread(subprocess.run, ["ip", "-o", "addr"], capture_output=True, text=True, check=True)).stdout
+    assert f"{box.host_address}/" not in addresses
+    await factory.discard(box)
+
+
+async def test_what_a_dead_maker_left_is_found_with_its_facts(folder: Path, factory: BoxFactory) -> None:
+    box = await factory.take()
+    box.remember(note="kept")
+    # The maker's death in the middle of a write leaves a box without facts.
+    torn = await factory.take()
+    torn.state_file.write_text("{")
+    later = made(folder)
+    found = {one.id: one for one in await later.survivors()}
+    assert found.keys() == {box.id, torn.id}
+    assert found[box.id].facts["note"] == "kept"
+    assert found[box.id].address == box.address
+    assert "note" not in found[torn.id].facts
+    for one in found.values():
+        await later.discard(one)
+    assert await made(folder).survivors() == []
+
+
+async def test_an_address_that_another_installation_has_is_passed_over(folder: Path, factory: BoxFactory) -> None:
+    first = await factory.take()
+    rival = made(folder / "rival")
+    second = await rival.take()
+    assert second.address != first.address
+    await rival.discard(second)
+    await factory.discard(first)
+
+
+async def test_a_tool_that_hangs_is_killed_at_its_deadline(factory: BoxFactory) -> None:
+    box = await factory.take()
+    with pytest.raises(ToolHung, match="did not end within"):
+        await box.run(["/bin/sleep", "1000"], timeout_s=0.2)
+    listed = await box.run(["/bin/sh", "-c", "ls -d /proc/[0-9]* | wc -l"], timeout_s=5)
+    # pid 1, and what counts.
+    assert int(listed.text) <= 4
+
+
+async def test_spares_are_used_and_closed(folder: Path, factory: BoxFactory) -> None:
+    spared = made(folder, spare=2)
+    await spared.fill()
+    box = await spared.take()
+    assert box.alive
+    await spared.close()
+    assert [one.id for one in await made(folder).survivors()] == [box.id]
+    await spared.discard(box)

@@ -1,0 +1,178 @@
+"""Leases, fences and settling, against a real store: who no longer holds the right changes nothing."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from conftest import eventually
+
+from gateway.operations import Operations
+from gateway.registry import Registry
+from gateway.store import Store
+from policies.replica import Replica, State
+from policies.wire import Failure, Operation, OperationState
+from restorer.jobs import Claim, JobStore, LeaseLost, Outcome, StoreUnavailable
+
+pytestmark = pytest.mark.contract
+
+DONE = Outcome(OperationState.SUCCEEDED)
+
+
+@pytest.fixture
+async def jobs(store: Any, store_server: str) -> AsyncIterator[JobStore]:
+    client = JobStore(store_server, "rewake", "host-a")
+    yield client
+    await client.close()
+
+
+@pytest.fixture
+async def other(store: Any, store_server: str) -> AsyncIterator[JobStore]:
+    client = JobStore(store_server, "rewake", "host-b")
+    yield client
+    await client.close()
+
+
+@contextlib.asynccontextmanager
+async def asking(url: str) -> AsyncIterator[Operations]:
+    """The gateway's half: what puts jobs into the store."""
+    client = Store(url, "rewake")
+    try:
+        yield Operations(client, Registry(["m"]))
+    finally:
+        await client.close()
+
+
+async def scale_up(url: str, target: int = 1) -> Operation:
+    async with asking(url) as operations:
+        outcome = await operations.scale_up("m", target, "admin")
+    assert outcome is not None
+    return outcome.operation
+
+
+async def operation_of(store: Any, id: str) -> Operation:
+    return Operation.model_validate_json(await store.get(f"rewake:operation:{id}"))
+
+
+def record(claim: Claim, state: State = State.ADMITTED) -> Replica:
+    return Replica(id=claim.job.replica, model="m", state=state, fence=claim.fence, incarnation=f"i{claim.fence}")
+
+
+async def claimed(jobs: JobStore, lease_s: float = 10.0) -> Claim:
+    claim = await jobs.claim(lease_s)
+    assert claim is not None
+    return claim
+
+
+async def test_one_job_is_claimed_by_one_restorer(jobs: JobStore, other: JobStore, store_server: str) -> None:
+    await scale_up(store_server)
+    claim = await claimed(jobs)
+    assert (claim.job.replica, claim.attempts) == ("m#0", 1)
+    assert await other.claim(10.0) is None
+
+
+async def test_a_lease_that_ended_passes_the_job_on_and_the_old_fence_can_do_nothing(
+    jobs: JobStore, other: JobStore, store: Any, store_server: str
+) -> None:
+    operation = await scale_up(store_server)
+    old = await claimed(jobs, lease_s=0.0)
+    new = await eventually(lambda: other.claim(10.0), what="the job to be due again")
+    assert (new.attempts, new.fence) == (2, old.fence + 1)
+    assert not await jobs.renew(old, 10.0)
+    with pytest.raises(LeaseLost):
+        await jobs.write(record(old, State.RESTORING), old)
+    with pytest.raises(LeaseLost):
+        await jobs.settle(old, DONE, record(old))
+    assert await store.hgetall("rewake:replicas") == {}
+    assert (await operation_of(store, operation.id)).state is OperationState.RUNNING
+    await other.settle(new, DONE, record(new))
+    assert (await other.replicas())["m#0"].incarnation == f"i{new.fence}"
+
+
+async def test_a_record_refuses_an_older_fence_even_without_a_job(jobs: JobStore, store_server: str) -> None:
+    await scale_up(store_server)
+    old = await claimed(jobs, lease_s=0.0)
+    new = await eventually(lambda: jobs.claim(10.0))
+    first = await jobs.write(record(new))
+    with pytest.raises(LeaseLost):
+        await jobs.write(record(old, State.FAILED))
+    assert await jobs.write(record(new, State.DRAINING)) == first + 1
+    assert (await jobs.replicas())["m#0"].seq == first + 1 == await jobs.seq()
+
+
+async def test_settling_admits_and_ends_the_operation_in_one_step(jobs: JobStore, store: Any, store_server: str) -> None:
+    operation = await scale_up(store_server)
+    claim = await claimed(jobs)
+    await jobs.settle(claim, DONE, record(claim))
+    ended = await operation_of(store, operation.id)
+    assert (ended.state, ended.jobs) == (OperationState.SUCCEEDED, ())
+    assert await store.ttl(f"rewake:operation:{operation.id}") > 0
+    for key in ("rewake:active:m", "rewake:starts:m", f"rewake:job:{claim.job.id}"):
+        assert not await store.exists(key)
+    assert await store.zcard("rewake:jobs") == 0
+
+
+async def test_an_operation_of_three_ends_with_the_last_and_one_failure_fails_it(
+    jobs: JobStore, store: Any, store_server: str
+) -> None:
+    operation = await scale_up(store_server, 3)
+    claims = [await claimed(jobs) for _ in range(3)]
+    await jobs.settle(claims[0], DONE, record(claims[0]))
+    failure = Failure(code="restore_failed", detail="why", operation=operation.id)
+    await jobs.settle(claims[1], Outcome(OperationState.FAILED, "why", 3, failure=failure, failure_s=30.0))
+    assert (await operation_of(store, operation.id)).state is OperationState.RUNNING
+    await jobs.settle(claims[2], DONE, record(claims[2]))
+    ended = await operation_of(store, operation.id)
+    assert (ended.state, ended.detail, ended.code) == (OperationState.FAILED, "why", 3)
+
+
+async def test_a_final_failure_is_told_for_a_while_and_a_later_success_clears_it(
+    jobs: JobStore, store: Any, store_server: str
+) -> None:
+    operation = await scale_up(store_server)
+    claim = await claimed(jobs)
+    failure = Failure(code="restore_failed", detail="why", operation=operation.id)
+    await jobs.settle(claim, Outcome(OperationState.FAILED, "why", 1, failure=failure, failure_s=30.0))
+    assert Failure.model_validate_json(await store.get("rewake:failure:m")) == failure
+    assert 0 < await store.pttl("rewake:failure:m") <= 30_000
+    await scale_up(store_server)
+    claim = await claimed(jobs)
+    await jobs.settle(claim, DONE, record(claim))
+    assert not await store.exists("rewake:failure:m")
+
+
+async def test_an_overtaken_operation_does_not_clear_the_active_one(jobs: JobStore, store: Any, store_server: str) -> None:
+    await scale_up(store_server, 1)
+    second = await scale_up(store_server, 2)
+    first = await claimed(jobs)
+    await jobs.settle(first, DONE, record(first))
+    assert await store.get("rewake:active:m") == second.id
+
+
+async def test_a_released_job_is_due_again_after_its_delay(jobs: JobStore, store_server: str) -> None:
+    await scale_up(store_server)
+    claim = await claimed(jobs)
+    await jobs.release(claim, 60.0)
+    assert await jobs.claim(10.0) is None
+    await jobs.release(claim, 0.0)
+    assert (await claimed(jobs)).attempts == 2
+
+
+async def test_a_restarted_restorer_recovers_its_own_jobs_at_once_and_no_others(
+    jobs: JobStore, other: JobStore, store_server: str
+) -> None:
+    await scale_up(store_server, 2)
+    mine, theirs = await claimed(jobs, 600.0), await claimed(other, 600.0)
+    await jobs.recover()
+    again = await claimed(jobs)
+    assert again.job.id == mine.job.id != theirs.job.id
+    assert await jobs.claim(10.0) is None
+
+
+async def test_a_store_that_is_away_is_one_error_of_ours(store_server: str) -> None:
+    gone = JobStore("unix:///nonexistent/store.sock", "rewake", "h")
+    with pytest.raises(StoreUnavailable, match="did not answer"):
+        await gone.claim(1.0)
+    await gone.close()
