@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any, get_args
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies.admission import Candidate, Code, Reject, Room, Send, View, Wait, decide
@@ -80,6 +80,7 @@ views = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(views)
 def test_whatever_the_view_a_decision_keeps_the_bounds(seen: View) -> None:
     match decide(seen):

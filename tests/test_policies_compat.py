@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies.compat import RULES, Mismatch, mismatches, newest_fit
@@ -36,7 +36,7 @@ def here(**changes: Any) -> HostFacts:
     return HOST.model_copy(update=changes)
 
 
-def settings(**changes: Any) -> Profile:
+def configured(**changes: Any) -> Profile:
     return PROFILE.model_copy(update=changes)
 
 
@@ -99,16 +99,17 @@ def test_an_unknown_fact_is_a_mismatch_on_either_side(field: str) -> None:
     ],
 )
 def test_a_profile_that_differs_is_refused(changes: dict[str, Any], field: str, expected: str, found: str) -> None:
-    (mismatch,) = mismatches(manifest(), settings(**changes), HOST)
+    (mismatch,) = mismatches(manifest(), configured(**changes), HOST)
     assert mismatch[:3] == (f"profile.{field}", expected, found)
     assert "rewake snapshot create" in mismatch.remedy
 
 
+@settings(deadline=None)
 @given(st.sets(st.sampled_from(list(RULES))), st.sets(st.sampled_from(["model", "engine", "port", "env", "weights"])))
 def test_every_mismatch_is_reported_not_just_the_first(host: set[str], profile: set[str]) -> None:
     other = {"model": "n", "engine": "http", "port": 1, "env": {"A": "2"}, "weights": {"/w": "x"}}
     keys = {"env": "env.A", "weights": "weights./w"}
-    found = mismatches(manifest(), settings(**{f: other[f] for f in profile}), here(**dict.fromkeys(host)))
+    found = mismatches(manifest(), configured(**{f: other[f] for f in profile}), here(**dict.fromkeys(host)))
     assert {m.field for m in found} == {f"host.{f}" for f in host} | {f"profile.{keys.get(f, f)}" for f in profile}
     assert all(all(m) for m in found), "each has field, expected, found and remedy"
 

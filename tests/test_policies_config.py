@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
@@ -112,6 +112,7 @@ def test_sizes(text: str | int, size: int) -> None:
     assert TypeAdapter(Bytes).validate_python(text) == size
 
 
+@settings(deadline=None)
 @given(st.integers(0, 1 << 40), st.sampled_from(["KiB", "MiB", "GiB"]))
 def test_a_size_with_a_unit_is_exact(number: int, unit: str) -> None:
     shift = {"KiB": 10, "MiB": 20, "GiB": 30}[unit]

@@ -7,12 +7,13 @@ import re
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from policies.manifest import Exchange, HostFacts, Manifest, MappedFile, Profile, SnapshotObject, canonical
 
+PATIENT = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | TEXT,
@@ -38,6 +39,7 @@ MANIFESTS = st.builds(
 )
 
 
+@PATIENT
 @given(MANIFESTS)
 def test_canonical_bytes_survive_reading_and_writing(manifest: Manifest) -> None:
     data = canonical(manifest)
@@ -48,6 +50,7 @@ def test_canonical_bytes_survive_reading_and_writing(manifest: Manifest) -> None
     assert re.fullmatch("[0-9a-f]{16}", manifest.id)
 
 
+@PATIENT
 @given(PROFILES)
 def test_the_order_of_keys_changes_nothing(profile: Profile) -> None:
     shuffled = profile.model_copy(
@@ -57,6 +60,7 @@ def test_the_order_of_keys_changes_nothing(profile: Profile) -> None:
     assert shuffled.digest == profile.digest
 
 
+@PATIENT
 @given(MANIFESTS, MANIFESTS)
 def test_other_values_have_other_names(one: Manifest, other: Manifest) -> None:
     assert (one == other) == (one.id == other.id)

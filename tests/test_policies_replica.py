@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies.replica import COMING, RUNNING, TERMINAL, TRANSITIONS, Event, IllegalTransition, Replica, State, advance
@@ -65,6 +65,7 @@ def test_nothing_is_cancelled_beyond_the_point_of_no_return() -> None:
     assert {state for state, event in TRANSITIONS if event is Event.CANCEL} == {State.QUEUED, State.MATCHING, State.STARTING}
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from(Event), max_size=40))
 def test_any_history_keeps_to_the_table(events: list[Event]) -> None:
     state, verified = State.QUEUED, False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies.scaling import free_slot, parkable, wanted
@@ -28,6 +28,7 @@ def test_wanted(demand: int, concurrency: int, keep: int, max_replicas: int, exp
     assert wanted(demand=demand, concurrency=concurrency, keep=keep, max_replicas=max_replicas) == expected
 
 
+@settings(deadline=None)
 @given(st.integers(0, 10_000), st.integers(1, 64), st.integers(0, 8), st.integers(0, 8))
 def test_wanted_stays_within_its_bounds_and_never_falls_as_demand_grows(
     demand: int, concurrency: int, keep: int, more: int
@@ -57,6 +58,7 @@ def test_parkable(idle_s: dict[str, float], changes: dict[str, int], expected: l
     assert parkable(**{"idle_s": idle_s, "keep": 0, "held": 0, "coming": 0, "idle_park_s": 300.0, **changes}) == expected
 
 
+@settings(deadline=None)
 @given(st.dictionaries(st.text(max_size=2), st.floats(0, 1000), max_size=8), st.integers(0, 8))
 def test_parking_leaves_what_is_kept_and_what_is_in_use(idle_s: dict[str, float], keep: int) -> None:
     parked = parkable(idle_s=idle_s, keep=keep, held=0, coming=0, idle_park_s=300.0)
@@ -65,6 +67,7 @@ def test_parking_leaves_what_is_kept_and_what_is_in_use(idle_s: dict[str, float]
     assert [idle_s[replica] for replica in parked] == sorted((idle_s[replica] for replica in parked), reverse=True)
 
 
+@settings(deadline=None)
 @given(st.sets(st.integers(0, 20)))
 def test_a_free_slot_is_the_lowest_that_is_not_taken(taken: set[int]) -> None:
     slot = free_slot(taken)

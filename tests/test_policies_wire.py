@@ -60,6 +60,7 @@ def test_a_model_may_be_called_like_anything() -> None:
     assert not set(made) & fixed
 
 
+@settings(deadline=None)
 @given(st.builds(ModelLoad, held=st.integers(0, 9), inflight=st.integers(0, 9), rejected=st.integers(0, 9)))
 def test_demand_is_everything_that_waits_runs_or_was_turned_away(load: ModelLoad) -> None:
     assert load.demand == load.held + load.inflight + load.rejected

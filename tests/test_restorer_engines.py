@@ -206,7 +206,7 @@ async def llama() -> AsyncIterator[httpx.AsyncClient]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    argv = [LLAMA_SERVER, "-m", GGUF, "--host", "127.0.0.1", "--port", str(port), "-c", "2048", "-t", "2"]
+    argv = [LLAMA_SERVER, "-m", GGUF, "--host", "127.0.0.1", "--port", str(port), "-c", "2048", "-t", "1"]
     server = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # noqa: ASYNC220 - it lives longer than the call
     try:
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
