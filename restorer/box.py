@@ -93,7 +93,8 @@ class Box:
 
     @property
     def alive(self) -> bool:
-        return _start_time(self.init_pid) == self.facts.get("init_start_time")
+        started = _start_time(self.init_pid)
+        return started is not None and started == self.facts.get("init_start_time")
 
     def remember(self, **facts: Any) -> None:
         """Save facts for :meth:`BoxFactory.survivors`; atomic, and gone after a reboot, like the box itself."""
@@ -226,7 +227,8 @@ class BoxFactory:
             record: dict[str, Any] = {}
             with contextlib.suppress(OSError, ValueError):
                 record = json.loads(state_file.read_text())
-            index = int(record.get("index", 0))
+            # Without a record it has no address yet, so it must not be taken for the one that has the first.
+            index = int(record.get("index", -1))
             box = self._handle(id, pid, index)
             box.facts = {**record.get("facts", {}), "init_start_time": _start_time(pid)}
             self._taken.add(index)

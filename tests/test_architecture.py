@@ -1,0 +1,276 @@
+"""The rules of CONTRIBUTING.md as tests, and what the documents say of the code against the code itself."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import yaml
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+from gateway import app, errors
+from gateway.metrics import Metrics
+from policies import admission, config, replica, wire
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("policies", "gateway", "restorer")
+PRODUCT = sorted([*(path for package in PACKAGES for path in (ROOT / package).glob("*.py")), ROOT / "rewake.py"])
+README = (ROOT / "README.md").read_text()
+ARCHITECTURE = (ROOT / "ARCHITECTURE.md").read_text()
+EXAMPLE = ROOT / "deploy/examples/rewake.yaml"
+MAX_LINES, MAX_FUNCTION = 400, 60
+TEXTS = {".py", ".md", ".lua", ".yaml", ".yml", ".toml", ".sh", ".json", ".txt", ""}
+ELSEWHERE = ("/" + "work/", "/" + "home/", "bash" + "_jobs", "@" + "anthropic", "claude" + ".ai")
+"""What only the machine that somebody wrote a file on has. In pieces, so that this file does not match itself."""
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def tracked() -> Iterator[Path]:
+    """Every text file of the project, whether or not it has been committed yet."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if listed.returncode != 0:
+        pytest.skip("not a git checkout")
+    paths = (ROOT / line for line in listed.stdout.splitlines())
+    return (path for path in paths if path.is_file() and path.suffix in TEXTS)
+
+
+# ---------------------------------------------------------------- the shape of the code
+
+
+@pytest.mark.parametrize("path", [*PRODUCT, *sorted((ROOT / "tests").glob("*.py"))], ids=name)
+def test_a_module_begins_with_what_it_owns(path: Path) -> None:
+    assert ast.get_docstring(ast.parse(path.read_text())), f"{name(path)} has no docstring"
+
+
+@pytest.mark.parametrize("path", PRODUCT, ids=name)
+def test_a_module_fits_the_head(path: Path) -> None:
+    lines = len(path.read_text().splitlines())
+    assert lines <= MAX_LINES, f"{name(path)} has {lines} lines, more than {MAX_LINES}; find the second noun in it"
+
+
+@pytest.mark.parametrize("path", PRODUCT, ids=name)
+def test_a_function_fits_the_screen(path: Path) -> None:
+    functions = [
+        node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    long = {node.name: length for node in functions if (length := (node.end_lineno or 0) - node.lineno + 1) > MAX_FUNCTION}
+    assert not long, f"{name(path)}: {long}"
+
+
+def test_the_layers_are_kept() -> None:
+    # The sibling of this interpreter: the one of the environment that the tests run in.
+    checked = subprocess.run(
+        [Path(sys.executable).with_name("lint-imports"), "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_nothing_speaks_of_the_machine_it_was_written_on() -> None:
+    found = {name(path): word for path in tracked() for word in ELSEWHERE if word in path.read_text(errors="replace")}
+    assert not found
+
+
+# ---------------------------------------------------------------- ARCHITECTURE.md
+
+
+def rows(text: str, heading: str) -> list[list[str]]:
+    """The cells of all table rows under a heading."""
+    section = text.split(f"\n## {heading}\n", 1)[1].split("\n## ", 1)[0]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line.startswith("|")]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_folder_map_has_every_file_and_no_other(package: str) -> None:
+    section = ARCHITECTURE.split(f"\n### {package}\n", 1)[1].split("\n#", 1)[0]
+    mapped = re.findall(r"^\| `([\w.]+)` \|", section, re.MULTILINE)
+    assert len(mapped) == len(set(mapped))
+    there = {path.name for path in (ROOT / package).iterdir() if path.suffix in (".py", ".lua")} - {"__init__.py"}
+    assert set(mapped) == there
+
+
+def test_every_function_that_it_names_exists() -> None:
+    named = re.findall(r"`((?:policies|gateway|restorer)/\w+\.py):([\w.]+)`", ARCHITECTURE)
+    assert len(named) > 20
+    for path, attribute in named:
+        found: Any = importlib.import_module(path.removesuffix(".py").replace("/", "."))
+        for part in attribute.split("."):
+            assert hasattr(found, part), f"{path} has no {attribute}"
+            found = getattr(found, part)
+
+
+def test_every_test_that_it_names_exists() -> None:
+    named = re.findall(r"`(test_\w+)(?:::(test_\w+))?`", ARCHITECTURE)
+    assert len(named) > 10
+    for module, function in named:
+        path = ROOT / "tests" / f"{module}.py"
+        assert path.is_file(), module
+        assert f"def {function}(" in path.read_text() if function else True, f"{module}::{function}"
+
+
+def test_the_table_of_a_replica_is_drawn_as_it_is() -> None:
+    drawn = {
+        (state, event): after
+        for state, *steps in rows(ARCHITECTURE, "The life of a replica")[2:]
+        for step in ", ".join(steps).split(", ")
+        for event, _, after in [step.partition(" → ")]
+        if after
+    }
+    assert drawn == {(str(s), str(e)): str(after) for (s, e), after in replica.TRANSITIONS.items()}
+
+
+# ---------------------------------------------------------------- the store
+
+
+def test_every_key_is_in_the_contract() -> None:
+    described = (wire.__doc__ or "").replace("{id}", "?").replace("{model}", "?").replace("{host}", "?").replace("{name}", "?")
+    keys = wire.Keys("")
+    fixed = [value for value in vars(keys).values() if value]
+    made = [getattr(keys, method)("?") for method, _ in inspect.getmembers(wire.Keys, inspect.isfunction) if method[0] != "_"]
+    assert len(made) >= 7
+    missing = [key for key in [*fixed, *made] if not re.search(rf"(?<![\w:]){re.escape(key)}(?![\w:])", described)]
+    assert not missing
+
+
+def test_scripts_make_no_key_of_their_own() -> None:
+    """Every key reaches a script as an argument; a name spelt in Lua would escape the contract, and a Redis Cluster."""
+    for script in (path for package in PACKAGES for path in (ROOT / package).glob("*.lua")):
+        code = re.sub(r"--.*", "", script.read_text())
+        assert not re.findall(r"redis\.call\(\s*'\w+',\s*['\"]", code), name(script)
+
+
+# ---------------------------------------------------------------- README.md
+
+
+def samples() -> dict[str, str]:
+    """Every configuration that the project shows, by where it stands."""
+    found = {f"README {n}": text for n, text in enumerate(re.findall(r"```yaml\n(.*?)```", README, re.DOTALL))}
+    return {**found, "deploy/examples/rewake.yaml": EXAMPLE.read_text()}
+
+
+@pytest.mark.parametrize("sample", samples())
+def test_samples_are_configurations(sample: str) -> None:
+    assert config.parse(yaml.safe_load(samples()[sample])).models
+
+
+def test_the_example_shows_both_engines_and_every_setting() -> None:
+    text = EXAMPLE.read_text()
+    engines = {model.engine.kind for model in config.parse(yaml.safe_load(text)).models.values()}
+    assert engines == {"vllm", "llama-server"}
+    missing = [path for path in shown_defaults() if not _spelt(path, text)]
+    assert not missing
+
+
+def _spelt(path: str, text: str) -> bool:
+    return re.search(rf"^[ #]*{path.rpartition('.')[2]}:", text, re.MULTILINE) is not None
+
+
+def shown_defaults() -> dict[str, str]:
+    """Every setting with its default as README's table shows it."""
+    shown = dict(_defaults(config.Config, ""))
+    shown.pop("gateway.hold.max_wait_s", None)  # how long to wait is for each model to say
+    return shown
+
+
+def _defaults(section: type[BaseModel], prefix: str, given: BaseModel | None = None) -> Iterator[tuple[str, str]]:
+    for field, facts in section.model_fields.items():
+        default = facts.default if given is None else getattr(given, field)
+        if field == "models":
+            yield from _defaults(config.Model, "models.NAME.")
+        elif field == "engine":
+            yield from _defaults(config.Engine, f"{prefix}engine.")
+        elif isinstance(default, BaseModel):
+            yield from _defaults(type(default), f"{prefix}{field}.", default)
+        else:
+            yield prefix + field, _shown(prefix + field, default)
+
+
+def _shown(path: str, default: Any) -> str:
+    if default is PydanticUndefined:
+        return "must be given"
+    if isinstance(default, bool):
+        return str(default).lower()
+    if path.endswith("_bytes"):
+        return f"{default >> 20} MiB"
+    if isinstance(default, float):
+        return f"{default:g}"
+    if path.endswith("canary.prompts"):
+        return "…"
+    return f"`{default}`" if isinstance(default, str) else str(default) if default else "none" if default != 0 else "0"
+
+
+def test_the_table_of_settings_is_whole_and_true() -> None:
+    table = {cells[0].strip("`"): cells[1] for cells in rows(README, "Settings")[2:] if cells[0].startswith("`")}
+    wanted = shown_defaults()
+    assert {key if key in wanted else f"models.NAME.{key}": value for key, value in table.items()} == wanted
+
+
+def test_the_list_of_metrics_is_whole_and_true() -> None:
+    page = Metrics(["m"], version="0").expose().body.decode()
+    served = set(re.findall(r"^# TYPE (rewake_\w+) ", page, re.MULTILINE)) - set(re.findall(r"\b(rewake_\w+_created)\b", page))
+    assert set(re.findall(r"`(rewake_\w+)`", README)) == served
+
+
+def _kinds(kind: type[errors.GatewayError]) -> Iterator[type[errors.GatewayError]]:
+    yield kind
+    for child in kind.__subclasses__():
+        yield from _kinds(child)
+
+
+def test_the_table_of_errors_is_whole_and_true() -> None:
+    table = {
+        code: (int(status), retry)
+        for status, codes, _, _, retry in (cells for cells in rows(README, "What a client sees") if cells[0].isdigit())
+        for code in re.findall(r"`(\w+)`", codes)
+    }
+    generic = (errors.GatewayError, errors.InvalidRequest, errors.MissingModel, errors.Unavailable)
+    made = {kind.code: kind for kind in _kinds(errors.GatewayError) if kind not in generic[1:]}
+    said = {None: "\N{EN DASH}", True: "true", False: "false"}
+    for code, kind in made.items():
+        assert table.pop(code) == (kind.status, said[kind.should_retry]), code
+    spelt = set(re.findall(r'"(invalid_\w+|missing_\w+)"', "".join((ROOT / "gateway" / f).read_text() for f in _RAISERS)))
+    assert set(table) == spelt - {"invalid_request_error"}
+    assert all(row == (400, "false") for row in table.values())
+    assert {kind.code for kind, _ in errors.REFUSALS.values()} == set(get_args(admission.Code))
+
+
+_RAISERS = ("envelope.py", "proxy.py", "admin.py", "app.py")
+
+
+def test_every_route_is_described() -> None:
+    assert all(f"`{path}`" in README for path in app.INFERENCE)
+    for path in re.findall(r'"(?:GET|POST)", "(/[^"]+)"', (ROOT / "gateway/app.py").read_text()):
+        said = path.removeprefix("/admin/v1/").partition("/{name")[0]
+        assert said in README, path
+
+
+def test_every_command_is_described() -> None:
+    source = (ROOT / "rewake.py").read_text()
+    commands = re.findall(r'@app\.command\([^)]*\)\ndef (\w+)|@snapshots\.command\("(\w+)"\)', source)
+    assert len(commands) > 10
+    for plain, grouped in commands:
+        assert re.search(rf"rewake {plain}\b" if plain else rf"rewake snapshot {grouped}\b|`{grouped}`", README), plain or grouped
+
+
+@pytest.mark.parametrize("document", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md"])
+def test_links_lead_somewhere(document: str) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", (ROOT / document).read_text())
+    assert links
+    assert all((ROOT / link).exists() for link in links)
