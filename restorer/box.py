@@ -21,13 +21,14 @@ import secrets
 import shutil
 import signal
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from restorer import boxinit
+from restorer import boxinit, network
 from restorer.errors import Environment, ToolFailed, ToolHung
+from restorer.processes import children, readable, start_time, status
 
 log = logging.getLogger("rewake.restorer")
 
@@ -39,10 +40,6 @@ setsid "$@" </dev/null >>engine.log 2>&1 &
 echo $!"""
 _SETUP_S = 20.0
 _KILL_S = 20.0
-
-
-class AddressTaken(Environment):
-    """An interface or address of this network exists already: another installation uses the same one."""
 
 
 @dataclass(slots=True)
@@ -93,7 +90,7 @@ class Box:
 
     @property
     def alive(self) -> bool:
-        started = _start_time(self.init_pid)
+        started = start_time(self.init_pid)
         return started is not None and started == self.facts.get("init_start_time")
 
     def remember(self, **facts: Any) -> None:
@@ -143,9 +140,9 @@ class Box:
 
     def host_pid(self, inner_pid: int) -> int | None:
         """The host's number of a process that pid 1 of the box is parent of; None when there is none."""
-        for pid in _children(self.init_pid):
+        for pid in children(self.init_pid):
             with contextlib.suppress(OSError):
-                if _status(pid, "NSpid").split()[-1] == str(inner_pid):
+                if status(pid, "NSpid").split()[-1] == str(inner_pid):
                     return pid
         return None
 
@@ -156,12 +153,12 @@ class Box:
                 pidfd = os.pidfd_open(self.init_pid)
                 try:
                     signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-                    await _readable(pidfd, _KILL_S, f"pid 1 of box {self.id} did not die within {_KILL_S:g} s of SIGKILL")
+                    await readable(pidfd, _KILL_S, f"pid 1 of box {self.id} did not die within {_KILL_S:g} s of SIGKILL")
                 finally:
                     os.close(pidfd)
         # A link of this name that we did not make is another installation's.
         if self.facts.get("linked"):
-            await _ip([f"link del {_link(self.host_address)}"], check=False)
+            await network.leave(self.host_address)
         self.state_file.unlink(missing_ok=True)
         await asyncio.to_thread(shutil.rmtree, self.folder, True)
 
@@ -177,7 +174,7 @@ class BoxFactory:
     """
 
     def __init__(self, *, run_dir: Path, state_dir: Path, network: str, spare: int) -> None:
-        self._network = ipaddress.IPv4Network(network)
+        self._addresses = ipaddress.IPv4Network(network)
         self._states = run_dir / "boxes"
         self._folders = state_dir / "boxes"
         self.mountpoint = run_dir / "box"
@@ -230,7 +227,7 @@ class BoxFactory:
             # Without a record it has no address yet, so it must not be taken for the one that has the first.
             index = int(record.get("index", -1))
             box = self._handle(id, pid, index)
-            box.facts = {**record.get("facts", {}), "init_start_time": _start_time(pid)}
+            box.facts = {**record.get("facts", {}), "init_start_time": start_time(pid)}
             self._taken.add(index)
             found[id] = box
         for stale in (path for path in self._states.iterdir() if path.stem not in found):
@@ -247,12 +244,12 @@ class BoxFactory:
                 with contextlib.suppress(OSError):
                     argv = Path(f"/proc/{entry}/cmdline").read_bytes().split(b"\0")
                     mark = next((arg.decode() for arg in argv if arg.startswith(self._mark.encode() + b"/")), None)
-                    if mark is not None and _status(int(entry), "NSpid").split()[-1] == "1":
+                    if mark is not None and status(int(entry), "NSpid").split()[-1] == "1":
                         boxes.append((int(entry), mark.rpartition("/")[2]))
         return boxes
 
     def _handle(self, id: str, init_pid: int, index: int) -> Box:
-        base = self._network.network_address + 4 * index
+        base = self._addresses.network_address + 4 * index
         return Box(
             id=id,
             init_pid=init_pid,
@@ -265,10 +262,10 @@ class BoxFactory:
         )
 
     def _take_index(self) -> int:
-        count = self._network.num_addresses // 4
+        count = self._addresses.num_addresses // 4
         index = next((n for n in range(count) if n not in self._taken), None)
         if index is None:
-            raise Environment(f"all {count} addresses of {self._network} are in use; give restorer.network a larger network")
+            raise Environment(f"all {count} addresses of {self._addresses} are in use; give restorer.network a larger network")
         self._taken.add(index)
         return index
 
@@ -276,7 +273,7 @@ class BoxFactory:
         while True:
             try:
                 return await self._make_at(self._take_index())
-            except AddressTaken as error:
+            except network.AddressTaken as error:
                 # By another installation on this host; its number stays taken here, so this ends with the network.
                 log.warning("%s; taking the next", error)
 
@@ -286,10 +283,10 @@ class BoxFactory:
             for folder in (box.private / "tmp", box.private / "home", box.work):
                 folder.mkdir(parents=True, mode=0o700)
             box.init_pid = await self._unshare(box)
-            box.remember(init_start_time=_start_time(box.init_pid))
-            await _connect(box)
+            box.remember(init_start_time=start_time(box.init_pid))
+            await network.join(box.init_pid, box.host_address, box.address)
             box.remember(linked=True)
-        except AddressTaken:
+        except network.AddressTaken:
             await asyncio.shield(box.kill())
             raise
         except BaseException:
@@ -323,104 +320,4 @@ class BoxFactory:
                 process.kill()
             said = (box.folder / "box.log").read_text(errors="replace").strip()
             raise Environment(f"this host cannot make a box: {said or 'unshare said nothing'}; run `rewake doctor`")
-        return _children(process.pid)[0]
-
-
-async def _connect(box: Box) -> None:
-    """Give the box its veth pair and addresses."""
-    link = _link(box.host_address)
-    await _ip(
-        [
-            f"link add {link} type veth peer name eth0 netns {box.init_pid}",
-            f"addr add {box.host_address}/30 dev {link}",
-            f"link set {link} up",
-        ]
-    )
-    await _ip([f"addr add {box.address}/30 dev eth0", "link set eth0 up"], enter=box.init_pid)
-
-
-def _link(host_address: str) -> str:
-    """Interface name (at most 15 characters), unique per address so that installations on one host do not clash."""
-    return f"rw{int(ipaddress.IPv4Address(host_address)):08x}"
-
-
-async def _ip(commands: Sequence[str], *, enter: int | None = None, check: bool = True) -> None:
-    prefix = () if enter is None else ("nsenter", "-t", str(enter), "-n", "--")
-    process = await asyncio.create_subprocess_exec(
-        *prefix,
-        *("ip", "-batch", "-"),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    try:
-        async with asyncio.timeout(_SETUP_S):
-            _, err = await process.communicate("\n".join([*commands, ""]).encode())
-    except TimeoutError:
-        raise ToolHung(f"ip did not end within {_SETUP_S:g} s: {'; '.join(commands)}") from None
-    finally:
-        if process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-    if check and process.returncode != 0 and b"File exists" in err:
-        raise AddressTaken(f"ip: {'; '.join(commands)}: {err.decode(errors='replace').strip()}")
-    if check and process.returncode != 0:
-        raise Environment(f"ip: {err.decode(errors='replace').strip()}; does restorer.network overlap a network of this host?")
-
-
-@contextlib.asynccontextmanager
-async def watch(pid: int) -> AsyncIterator[asyncio.Future[None]]:
-    """A future that is done when the process ``pid`` has ended, be it a child or not.
-
-    Raises:
-        ProcessLookupError: there is no such process.
-    """
-    loop = asyncio.get_running_loop()
-    pidfd = os.pidfd_open(pid)
-    ended: asyncio.Future[None] = loop.create_future()
-    loop.add_reader(pidfd, _finish, ended)
-    try:
-        yield ended
-    finally:
-        loop.remove_reader(pidfd)
-        os.close(pidfd)
-
-
-def _finish(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
-
-
-async def _readable(fd: int, timeout_s: float, complaint: str) -> None:
-    loop = asyncio.get_running_loop()
-    ready = asyncio.Event()
-    loop.add_reader(fd, ready.set)
-    try:
-        async with asyncio.timeout(timeout_s):
-            await ready.wait()
-    except TimeoutError:
-        raise ToolHung(complaint) from None
-    finally:
-        loop.remove_reader(fd)
-
-
-def _children(pid: int) -> list[int]:
-    try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
-
-
-def _status(pid: int, name: str) -> str:
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return line.partition(":")[2].strip()
-    raise OSError(f"/proc/{pid}/status has no {name}")
-
-
-def _start_time(pid: int) -> int | None:
-    """Field 22 of /proc/PID/stat: tells a process from a later one with the same pid. None when there is none."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
-    except OSError:
-        return None
+        return children(process.pid)[0]

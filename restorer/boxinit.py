@@ -52,9 +52,12 @@ def _reap_for_ever() -> None:
 def main() -> None:
     private, mountpoint = sys.argv[2:4]
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
-    _mount("tmpfs", "/dev/shm", "tmpfs", MS_NOSUID | MS_NODEV, "mode=1777")
-    _mount(private, mountpoint, "", MS_BIND)
-    _raise_loopback()
+    try:
+        _mount("tmpfs", "/dev/shm", "tmpfs", MS_NOSUID | MS_NODEV, "mode=1777")
+        _mount(private, mountpoint, "", MS_BIND)
+        _raise_loopback()
+    except OSError as error:
+        sys.exit(error.strerror)
     os.write(1, b"ready\n")
     os.dup2(os.open("/dev/null", os.O_WRONLY), 1)
     _reap_for_ever()

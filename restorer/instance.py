@@ -14,10 +14,11 @@ import httpx
 
 from policies.manifest import Manifest
 from restorer import pagecache, seal
-from restorer.box import Box, watch
+from restorer.box import Box
 from restorer.criu import Criu
 from restorer.engines import HttpEngine
 from restorer.errors import EngineDied, EngineNotReady
+from restorer.processes import watch
 from restorer.snapshots import lay_tree
 from restorer.stages import Stages
 

@@ -15,12 +15,13 @@ from typing import Any
 from policies import scaling
 from policies.replica import RUNNING, Event, Replica, State, advance
 from policies.wire import GatewayReport
-from restorer.box import Box, watch
+from restorer.box import Box
 from restorer.engines import adapter
 from restorer.errors import RestorerError
 from restorer.host import Host, log
 from restorer.instance import Instance, last_words
 from restorer.jobs import LeaseLost, StoreUnavailable
+from restorer.processes import watch
 
 _DRAIN_POLL_S = 0.5
 

@@ -363,11 +363,10 @@ def test_a_criu_that_hangs_is_ended_with_its_namespaces_and_the_next_attempt_ser
 
 
 def test_a_criu_that_hangs_and_the_waiter_gets_a_labelled_cold_start(system: Installation) -> None:
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        with system.held("before-restore"):
-            waiter = pool.submit(system.complete, "stages")
-            (doomed,) = eventually(lambda: system.replicas("stages", "restoring"), "the restore")
-            answer = waiter.result(timeout=60)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool, system.held("before-restore"):
+        waiter = pool.submit(system.complete, "stages")
+        (doomed,) = eventually(lambda: system.replicas("stages", "restoring"), "the restore")
+        answer = waiter.result(timeout=60)
     assert (answer.status_code, answer.headers["x-rewake-start"]) == (200, "cold"), answer.text
     (replica,) = system.replicas("stages")
     assert "did not end within" in replica["reason"]

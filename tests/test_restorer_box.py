@@ -15,8 +15,9 @@ import httpx
 import pytest
 from conftest import eventually, require_root
 
-from restorer.box import FIRST_PID, Box, BoxFactory, watch
-from restorer.errors import ToolHung
+from restorer.box import FIRST_PID, Box, BoxFactory
+from restorer.errors import Environment, ToolHung
+from restorer.processes import watch
 
 NETWORK = "198.18.210.0/26"
 SERVER = (sys.executable, "-m", "http.server", "8000", "--bind", "0.0.0.0")
@@ -56,6 +57,11 @@ async def serving(box: Box) -> int:
 
         await eventually(answers, what="the server in the box")
     return pid
+
+
+async def serving_still(box: Box) -> None:
+    async with httpx.AsyncClient(trust_env=False) as client:
+        assert (await client.get(f"http://{box.address}:8000/", timeout=5)).status_code == 200
 
 
 async def test_three_at_once_have_the_same_pids_and_ports_and_do_not_meet(factory: BoxFactory) -> None:
@@ -99,12 +105,50 @@ async def test_what_a_dead_maker_left_is_found_with_its_facts(folder: Path, fact
     assert await made(folder).survivors() == []
 
 
+async def test_removing_a_box_without_facts_does_not_cut_off_the_one_with_the_first_address(
+    folder: Path, factory: BoxFactory
+) -> None:
+    kept, torn = await factory.take(), await factory.take()
+    await serving(kept)
+    torn.state_file.unlink()
+    later = made(folder)
+    found = {one.id: one for one in await later.survivors()}
+    await later.discard(found[torn.id])
+    await serving_still(found[kept.id])
+    # Its address is still taken, too.
+    assert (await later.take()).address != kept.address
+
+
+async def test_a_box_that_cannot_be_made_says_why_and_leaves_nothing(folder: Path, factory: BoxFactory) -> None:
+    factory.mountpoint.rmdir()
+    with pytest.raises(Environment, match=r"this host cannot make a box: .*No such file"):
+        await factory.take()
+    factory.mountpoint.mkdir()
+    assert await made(folder).survivors() == []
+    assert list((folder / "state/boxes").iterdir()) == []
+
+
 async def test_an_address_that_another_installation_has_is_passed_over(folder: Path, factory: BoxFactory) -> None:
     first = await factory.take()
+    pid = await serving(first)
     rival = made(folder / "rival")
     second = await rival.take()
     assert second.address != first.address
+    await serving(second)
     await rival.discard(second)
+    # The one that was there first is untouched by all this.
+    await serving_still(first)
+    assert first.host_pid(pid) is not None
+    await factory.discard(first)
+
+
+async def test_a_network_that_others_have_taken_whole_is_an_error_that_says_so(folder: Path, factory: BoxFactory) -> None:
+    small = "198.18.210.0/30"
+    first = await factory.take()
+    rival = made(folder / "rival", network=small)
+    with pytest.raises(Environment, match=r"all 1 addresses of 198\.18\.210\.0/30 are in use"):
+        await rival.take()
+    assert await rival.survivors() == []
     await factory.discard(first)
 
 
