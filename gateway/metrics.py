@@ -136,7 +136,7 @@ class Metrics:
         if after.state is State.ADMITTED:
             for stage in after.stages:
                 self.cold_start.labels(after.model, stage.name).observe(stage.seconds)
-        if after.state in (State.ADMITTED, State.QUARANTINED):
+        if after.start == "restored" and after.state in (State.ADMITTED, State.QUARANTINED):
             self.canary.labels(after.model, "equal" if after.state is State.ADMITTED else "different").inc()
         if after.state is State.ADMITTED or after.state in TERMINAL - {State.STOPPED}:
             self.restores.labels(after.model, after.state, after.start or "none").inc()

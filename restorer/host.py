@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import shutil
 import socket
 import subprocess
@@ -19,6 +20,7 @@ from restorer.box import BoxFactory
 from restorer.criu import Criu
 from restorer.errors import RestorerError
 from restorer.jobs import JobStore
+from restorer.probes import MINIMUM_CRIU
 from restorer.snapshots import SnapshotStore
 from restorer.stamps import Stamps
 
@@ -81,7 +83,7 @@ class Host:
     news: News = field(default_factory=News)
 
     def model(self, name: str) -> Model:
-        """Settings of a model; raises Environment when this host's configuration lacks it."""
+        """Settings of a model that the configuration has."""
         return self.config.models[name]
 
     def match(self, name: str) -> Match:
@@ -151,6 +153,9 @@ def find_criu(name: str) -> tuple[Path | None, str]:
     found = shutil.which(name)
     if found is None:
         return None, f"{name} is not installed; `rewake doctor` says how to get CRIU 4.2 or newer"
+    version = hostfacts.probe(Path(found)).criu_version
+    if version is None or tuple(map(int, re.findall(r"\d+", version)[:2])) < MINIMUM_CRIU:
+        return None, f"{found} is version {version or 'unknown'}; `rewake doctor` says how to get CRIU 4.2 or newer"
     try:
         check = subprocess.run([found, "check"], capture_output=True, text=True, timeout=_CHECK_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

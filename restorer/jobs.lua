@@ -28,6 +28,8 @@ end
 local function write_record()
   local known = redis.call('HGET', REPLICAS, a.replica)
   if known and cjson.decode(known).fence > a.fence then return 0 end
+  -- A store that lost its memory counts from 1 again; later claims must still outrank what survived it.
+  if a.fence > tonumber(redis.call('GET', FENCE) or 0) then redis.call('SET', FENCE, a.fence) end
   local seq = redis.call('INCR', SEQ)
   -- Not decoded and encoded again: cjson would turn empty tuples into objects.
   local text = a.record:gsub('"seq":0', '"seq":' .. seq, 1)
@@ -92,7 +94,7 @@ end
 local function settle()
   if not holds() then return 0 end
   local job = cjson.decode(redis.call('HGET', a.job_key .. a.job, 'record'))
-  if a.replica then write_record() end
+  if a.replica and write_record() == 0 then return 0 end
   redis.call('ZREM', a.queue, a.job)
   redis.call('DEL', a.job_key .. a.job)
   if a.slot ~= '' and redis.call('HGET', a.starts_key, a.slot) == a.job then redis.call('HDEL', a.starts_key, a.slot) end

@@ -46,6 +46,12 @@ class StoreUnavailable(RestorerError):
     kind = "environment"
 
 
+class WrongSchema(RestorerError):
+    """Another version of the software wrote this store; waiting does not mend it."""
+
+    kind = "environment"
+
+
 class LeaseLost(RestorerError):
     """Another claim of this job, or a later write of this record, exists; whatever was being done must be undone."""
 
@@ -100,18 +106,19 @@ class JobStore:
             await self._listener.aclose()
 
     async def check_schema(self) -> None:
-        """Claim an empty store for this schema, or make sure that it has it; raises StoreUnavailable if not."""
+        """Claim an empty store for this schema, or make sure that it has it; raises WrongSchema if not."""
         with _translated():
             await self._client.set(self.keys.schema, SCHEMA, nx=True)
             found = await self._client.get(self.keys.schema)
         if found != SCHEMA:
-            raise StoreUnavailable(
+            raise WrongSchema(
                 f"the store's keys under {self.keys.prefix!r} have schema {found}, not {SCHEMA}; use another namespace"
             )
 
-    async def claim(self, lease_s: float) -> Claim | None:
-        """The next job that is due, this host's own first; None when there is none."""
-        found = await self._call("claim", queues=self._queues, owner=self.host, ttl_ms=_ms(lease_s), job_key=self.keys.job(""))
+    async def claim(self, lease_s: float, *, stops_only: bool = False) -> Claim | None:
+        """The next job that is due, this host's own first (those are stops); None when there is none."""
+        queues = self._queues[:1] if stops_only else self._queues
+        found = await self._call("claim", queues=queues, owner=self.host, ttl_ms=_ms(lease_s), job_key=self.keys.job(""))
         if found is None:
             return None
         queue, record, fence, attempts = found
@@ -136,7 +143,7 @@ class JobStore:
             LeaseLost: a later fence has written it, or ``claim`` was lost.
         """
         held = {} if claim is None else {"job_key": self.keys.job(""), "job": claim.job.id}
-        seq = await self._call("write", replica=record.id, record=record.model_dump_json(), fence=record.fence, **held)
+        seq = await self._call("write", replica=record.id, record=_encoded(record), fence=record.fence, **held)
         if not seq:
             raise LeaseLost(f"replica {record.id}: a later claim has written its record")
         return int(seq)
@@ -148,7 +155,7 @@ class JobStore:
             LeaseLost: the claim was lost; nothing was written.
         """
         job = claim.job
-        written = {} if record is None else {"replica": record.id, "record": record.model_dump_json()}
+        written = {} if record is None else {"replica": record.id, "record": _encoded(record)}
         done = await self._call(
             "settle",
             **self._held(claim),
@@ -253,6 +260,11 @@ def _decoded(kind: type[T], text: str) -> T | None:
         return kind.model_validate_json(text)
     except ValidationError:
         return None
+
+
+def _encoded(record: Replica) -> str:
+    """As the store takes it: it fills the position in where there is none."""
+    return record.model_copy(update={"seq": 0}).model_dump_json()
 
 
 def _ms(seconds: float) -> int:

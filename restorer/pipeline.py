@@ -22,6 +22,7 @@ from restorer.errors import (
     Cancelled,
     EngineDied,
     EngineNotReady,
+    Environment,
     HostIncompatible,
     RestorerError,
     SnapshotError,
@@ -87,6 +88,7 @@ async def start(host: Host, claim: Claim, replicas: Replicas) -> None:
     model = host.model(claim.job.model)
     try:
         await attempt.advance(Event.CLAIM)
+        _bounded(claim, host.config.restorer.max_attempts)
         with attempt.stages.timed("match"):
             match = await asyncio.to_thread(host.match, claim.job.model)
         await attempt.still_wanted()
@@ -106,6 +108,12 @@ async def start(host: Host, claim: Claim, replicas: Replicas) -> None:
         raise
     except RestorerError as error:
         await _give_up(attempt, error)
+
+
+def _bounded(claim: Claim, most: int) -> None:
+    """A failed try is counted when it fails; one that took the restorer with it has to be counted here."""
+    if claim.attempts > most:
+        raise Environment(f"it was begun {most} times, and each time the restorer ended before it; see the restorer's log")
 
 
 async def _restored_or_cold(attempt: Attempt, match: Match, manifest: Manifest) -> Instance:
@@ -183,7 +191,7 @@ async def _cold(attempt: Attempt, match: Match, event: Event, why: str) -> Insta
                 log.warning("no snapshot of %s: %s", attempt.record.model, error)
                 attempt.record = attempt.record.model_copy(update={"reason": f"{why}; no snapshot was made: {error}"})
         await attempt.advance(Event.UP)
-        with attempt.stages.timed("canary"):
+        with attempt.stages.timed("warm up"):
             async with connect(instance) as client:
                 await attempt.engine.warm(client)
         return instance
@@ -243,6 +251,7 @@ async def make_snapshot(host: Host, claim: Claim) -> None:
     assert claim.job.kind is JobKind.SNAPSHOT
     name = claim.job.model
     try:
+        _bounded(claim, host.config.restorer.max_attempts)
         if host.criu is None:
             raise SnapshotError(f"no snapshot can be made on this host: {host.capability}")
         match = await asyncio.to_thread(host.match, name)

@@ -48,6 +48,8 @@ class Replicas:
         self._host = host
         self._running: dict[str, Running] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._absent_before: set[str] = set()
+        """Incarnations that the last :meth:`repeat_records` found in the store but not here."""
 
     def __len__(self) -> int:
         return len(self._running)
@@ -71,11 +73,8 @@ class Replicas:
             engine = adapter(record.model, self._host.model(record.model))
             self.adopt(Instance(box, engine, int(box.facts["inner_pid"]), pid), record)
             log.info("replica %s (%s) was found running", record.id, record.incarnation)
-        for record in records.values():
-            if record.host == self._host.name and record.state in RUNNING and record.id not in self._running:
-                gone = _moved(record, Event.FAIL, "its engine was gone when the restorer started")
-                with contextlib.suppress(LeaseLost):
-                    await self._host.jobs.write(gone)
+        for record in self._absent(records):
+            await self._bury(record, "its engine was gone when the restorer started")
         for running in self._running.values():
             await self._write(running)
 
@@ -99,7 +98,11 @@ class Replicas:
         it, or at the drain's deadline.
         """
         running = self._running.get(replica)
-        if running is None or running.record.incarnation != incarnation or running.stopping:
+        if running is None or running.record.incarnation != incarnation:
+            return
+        if running.stopping:
+            while self._running.get(replica) is running:
+                await self._host.news.wait(_DRAIN_POLL_S)
             return
         running.stopping = True
         if running.record.state is State.ADMITTED:
@@ -134,11 +137,26 @@ class Replicas:
                 self._task(self.stop(id, incarnation, reason=f"parked after {policy.idle_park_s:g} s without a request"))
 
     async def repeat_records(self) -> None:
-        """Write records again that the store does not have: it was away, or came back empty."""
-        known = await self._host.jobs.replicas() if self._running else {}
+        """Mend what the store missed while it was away, or forgot: records of what runs here, and of what no longer does."""
+        known = await self._host.jobs.replicas()
         for running in list(self._running.values()):
             if not running.reported or known.get(running.record.id, None) is None:
                 await self._write(running)
+        absent = {record.incarnation: record for record in self._absent(known)}
+        # Twice in a row: one that was admitted a moment ago is in the store before it is here.
+        for incarnation in absent.keys() & self._absent_before:
+            await self._bury(absent[incarnation], "its engine has ended")
+        self._absent_before = set(absent)
+
+    def _absent(self, records: dict[str, Replica]) -> list[Replica]:
+        """Records of this host that say that an engine runs, and none does."""
+        mine = [record for record in records.values() if record.host == self._host.name and record.state in RUNNING]
+        return [record for record in mine if record.id not in self._running]
+
+    async def _bury(self, record: Replica, reason: str) -> None:
+        log.error("replica %s (%s): %s", record.id, record.incarnation, reason)
+        with contextlib.suppress(LeaseLost):
+            await self._host.jobs.write(_moved(record, Event.FAIL, reason))
 
     async def stop_all(self, *, reason: str, drain_s: float) -> None:
         """Stop every replica; for the restorer's own end."""

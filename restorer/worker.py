@@ -30,6 +30,7 @@ class Worker:
         self._host = host
         self._replicas = Replicas(host)
         self._jobs: set[asyncio.Task[None]] = set()
+        self._starting = 0
         self._due = asyncio.Event()
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -83,8 +84,10 @@ class Worker:
             await self._due.wait()
             self._due.clear()
             with contextlib.suppress(StoreUnavailable):
-                while len(self._jobs) < limit:
-                    claim = await self._host.jobs.claim(self._host.config.restorer.lease_s)
+                while True:
+                    # A drain may take a minute; it must not keep a start waiting, nor wait for one.
+                    full = self._starting >= limit
+                    claim = await self._host.jobs.claim(self._host.config.restorer.lease_s, stops_only=full)
                     if claim is None:
                         break
                     self._begin(claim)
@@ -92,9 +95,12 @@ class Worker:
     def _begin(self, claim: Claim) -> None:
         task = asyncio.create_task(self._run_job(claim))
         self._jobs.add(task)
+        weight = int(claim.job.kind is not JobKind.STOP)
+        self._starting += weight
 
         def ended(_: asyncio.Task[None]) -> None:
             self._jobs.discard(task)
+            self._starting -= weight
             self._due.set()
 
         task.add_done_callback(ended)

@@ -63,6 +63,13 @@ def processes() -> list[tuple[int, bytes]]:
     return found
 
 
+def argv_of(pid: int) -> bytes:
+    """Joined by NUL; empty when it has ended."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
+
+
 def llama(**policy: Any) -> dict[str, Any]:
     """Settings of a model on the real engine."""
     gguf = needed("REWAKE_MODEL")

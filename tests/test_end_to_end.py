@@ -17,8 +17,9 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import redis
 from conftest import require_root
-from e2e_installation import PROMPT, Installation, eventually, llama, manifest_of, rewritten, small
+from e2e_installation import PROMPT, Installation, argv_of, eventually, llama, manifest_of, rewritten, small
 
 pytestmark = pytest.mark.criu
 
@@ -47,6 +48,8 @@ def system(place: Path) -> Iterator[Installation]:
         "patient": small(mapped, hold, on_restore_failure="reject"),
         "fresh": small(mapped, hold),
         "donor": small(mapped, hold),
+        "poison": small(mapped, hold),
+        "auto": small(mapped, hold, snapshot={"create": "auto"}),
         "flipped": small(mapped, hold),
         "short": small(mapped, hold),
         "strict": small(mapped, hold, on_restore_failure="reject"),
@@ -251,19 +254,44 @@ def test_kill_9_of_the_engine_while_serving_and_the_next_request_is_restored(sys
     assert second.headers["x-rewake-incarnation"] != incarnation
 
 
-def test_kill_9_of_the_engine_during_its_canary_and_the_waiter_is_served_and_told(system: Installation) -> None:
+@pytest.mark.parametrize("stage", ["after-restore", "answer"])
+def test_kill_9_of_the_engine_during_its_restore_and_the_waiter_is_served_and_told(system: Installation, stage: str) -> None:
+    """Back from CRIU but not answering yet, and in the middle of the canary."""
     system.park("stages")
+    done = system.calls("restore-done")
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        with system.held("answer"):
+        with system.held(stage):
             waiter = pool.submit(system.complete, "stages")
-            (doomed,) = eventually(lambda: system.replicas("stages", "verifying"), "the canary")
-            for pid in system.engines(doomed["incarnation"]):
+            if stage == "after-restore":
+                eventually(lambda: system.calls("restore-done") > done, "the engine to be back")
+            state = "verifying" if stage == "answer" else "restoring"
+            (doomed,) = eventually(lambda: system.replicas("stages", state), f"a replica that is {state}")
+            engine = [pid for pid in system.engines(doomed["incarnation"]) if b"e2e_engine.py" in argv_of(pid)]
+            assert len(engine) == 2
+            for pid in engine:
                 os.kill(pid, signal.SIGKILL)
         answer = waiter.result(timeout=60)
     assert (answer.status_code, answer.headers["x-rewake-start"]) == (200, "cold"), answer.text
     (replica,) = system.replicas("stages")
-    assert "the engine ended by itself" in replica["reason"]
+    assert "engine ended" in replica["reason"]
     system.park("stages")
+
+
+def test_a_start_that_takes_the_restorer_with_it_each_time_ends_with_the_reason(system: Installation) -> None:
+    system.snapshot("poison")
+    with (
+        redis.Redis(unix_socket_path=str(system.run_dir / "store/store.sock"), decode_responses=True) as store,
+        concurrent.futures.ThreadPoolExecutor(1) as pool,
+    ):
+        with system.held("before-restore"):
+            waiter = pool.submit(system.complete, "poison")
+            eventually(lambda: system.replicas("poison", "restoring"), "the restore")
+            # As if this were the third time.
+            store.hset(f"rewake:job:{store.zrange('rewake:jobs', 0, -1)[0]}", "attempts", 3)
+            system.kill_restorer()
+        answer = waiter.result(timeout=60)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "restore_failed")
+    assert "begun 3 times" in answer.json()["error"]["message"]
 
 
 # ---------------------------------------------------------------- snapshots that must not be used
@@ -371,6 +399,17 @@ def test_a_criu_that_hangs_and_the_waiter_gets_a_labelled_cold_start(system: Ins
     (replica,) = system.replicas("stages")
     assert "did not end within" in replica["reason"]
     assert not system.engines(doomed["incarnation"])
+
+
+def test_a_criu_that_hangs_in_the_dump_leaves_the_donor_serving(system: Installation) -> None:
+    with system.held("before-dump"):
+        answer = system.complete("auto")
+    assert (answer.status_code, answer.headers["x-rewake-start"]) == (200, "cold"), answer.text
+    (replica,) = system.replicas("auto")
+    assert "no snapshot was made" in replica["reason"]
+    assert "did not end within" in replica["reason"]
+    assert system.complete("auto").json()["choices"] == answer.json()["choices"]
+    system.park("auto")
 
 
 def test_ctrl_c_leaves_nothing_behind(system: Installation, base: Path) -> None:
