@@ -94,6 +94,11 @@ def small(mapped: Path, hold: Path, **policy: Any) -> dict[str, Any]:
     }
 
 
+def network(second: int) -> str:
+    """One that another run of these tests on this host hardly has."""
+    return f"198.{second}.{os.getpid() % 200 + 50}.0/24"
+
+
 class Installation:
     """One `rewake up` with folders, a port and a network of its own."""
 

@@ -19,7 +19,7 @@ import openai
 import pytest
 import redis
 from conftest import require_root
-from e2e_installation import PROMPT, Installation, argv_of, eventually, llama, manifest_of, rewritten, small
+from e2e_installation import PROMPT, Installation, argv_of, eventually, llama, manifest_of, network, rewritten, small
 
 pytestmark = pytest.mark.criu
 
@@ -56,7 +56,7 @@ def system(place: Path) -> Iterator[Installation]:
         "edited": small(edited, hold, on_restore_failure="reject"),
         "picky": small(mapped, hold, on_no_snapshot="reject", weights=[str(extra), str(other)]),
     }
-    system = Installation(place, "198.18.200.0/23", models)
+    system = Installation(place, network(18), models)
     try:
         system.start()
         yield system
@@ -66,8 +66,11 @@ def system(place: Path) -> Iterator[Installation]:
 
 @pytest.fixture(autouse=True)
 def nothing_half_made_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """After every test: what runs is admitted or spare."""
+    """After every test: what runs is admitted or spare. Prints what was said meanwhile, which is shown of a failed test."""
+    log = request.getfixturevalue("place") / "up.log"
+    begun = log.stat().st_size if log.exists() else 0
     yield
+    print(log.read_text()[begun:] if log.exists() else "")
     if "system" in request.fixturenames and (system := request.getfixturevalue("system")).up.poll() is None:
         eventually(system.nothing_half_made, "what was half-made to be gone")
 
@@ -246,8 +249,8 @@ def test_kill_9_of_the_restorer_while_serving_keeps_the_replica(system: Installa
 def test_kill_9_of_the_engine_while_serving_and_the_next_request_is_restored(system: Installation, base: Path) -> None:
     first = system.complete("base")
     incarnation = first.headers["x-rewake-incarnation"]
-    for pid in system.engines(incarnation):
-        os.kill(pid, signal.SIGKILL)
+    (engine,) = system.engines(incarnation)
+    os.kill(engine, signal.SIGKILL)
     eventually(lambda: system.replicas("base", "failed"), "the death to be noticed")
     second = system.complete("base")
     assert (first.status_code, second.status_code, second.headers["x-rewake-start"]) == (200, 200, "restored")
@@ -426,7 +429,7 @@ def test_a_full_disk_during_the_dump_leaves_the_donor_serving(place: Path) -> No
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder / "state")], check=True)
     mapped = folder / "lib.bin"
     mapped.write_bytes(b"version 1")
-    tight = Installation(folder, "198.18.202.0/24", {"tight": small(mapped, folder / "hold", snapshot={"create": "auto"})})
+    tight = Installation(folder, network(19), {"tight": small(mapped, folder / "hold", snapshot={"create": "auto"})})
     try:
         tight.start()
         answer = tight.complete("tight")
