@@ -70,7 +70,7 @@ def nothing_half_made_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     log = request.getfixturevalue("place") / "up.log"
     begun = log.stat().st_size if log.exists() else 0
     yield
-    print(log.read_text()[begun:] if log.exists() else "")
+    print(log.read_bytes()[begun:].decode(errors="replace") if log.exists() else "")
     if "system" in request.fixturenames and (system := request.getfixturevalue("system")).up.poll() is None:
         eventually(system.nothing_half_made, "what was half-made to be gone")
 

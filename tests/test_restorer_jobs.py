@@ -13,7 +13,7 @@ from gateway.operations import Operations
 from gateway.registry import Registry
 from gateway.store import Store
 from policies.replica import Replica, State
-from policies.wire import Failure, Operation, OperationState
+from policies.wire import Failure, JobKind, Operation, OperationState
 from restorer.jobs import Claim, JobStore, LeaseLost, Outcome, StoreUnavailable
 
 pytestmark = pytest.mark.contract
@@ -149,6 +149,53 @@ async def test_an_overtaken_operation_does_not_clear_the_active_one(jobs: JobSto
     first = await claimed(jobs)
     await jobs.settle(first, DONE, record(first))
     assert await store.get("rewake:active:m") == second.id
+
+
+async def test_a_job_ends_once(jobs: JobStore, store: Any, store_server: str) -> None:
+    operation = await scale_up(store_server)
+    claim = await claimed(jobs)
+    await jobs.settle(claim, DONE, record(claim))
+    with pytest.raises(LeaseLost):
+        await jobs.settle(claim, Outcome(OperationState.FAILED, "late", 1), record(claim, State.FAILED))
+    assert not await jobs.renew(claim, 10.0)
+    await jobs.release(claim, 0.0)
+    assert await jobs.claim(10.0) is None
+    assert (await jobs.replicas())["m#0"].state is State.ADMITTED
+    assert (await operation_of(store, operation.id)).state is OperationState.SUCCEEDED
+
+
+async def test_a_claim_that_a_later_record_overtook_cannot_settle(jobs: JobStore, store: Any, store_server: str) -> None:
+    """Admitting is one step: either the record is written and the operation has ended, or neither."""
+    operation = await scale_up(store_server)
+    claim = await claimed(jobs)
+    await jobs.write(record(claim).model_copy(update={"fence": claim.fence + 1, "incarnation": "later"}))
+    with pytest.raises(LeaseLost):
+        await jobs.settle(claim, DONE, record(claim))
+    assert (await jobs.replicas())["m#0"].incarnation == "later"
+    assert (await operation_of(store, operation.id)).state is OperationState.RUNNING
+    assert await store.exists(f"rewake:job:{claim.job.id}")
+
+
+async def test_fences_go_on_from_what_a_store_that_forgot_is_told(jobs: JobStore, store: Any, store_server: str) -> None:
+    await scale_up(store_server)
+    survivor = record(await claimed(jobs)).model_copy(update={"fence": 7})
+    await store.flushall()
+    await jobs.write(survivor)
+    await scale_up(store_server, 2)
+    assert (await claimed(jobs)).fence == 8
+
+
+async def test_a_restorer_without_a_free_place_still_claims_stops(jobs: JobStore, store_server: str) -> None:
+    await scale_up(store_server)
+    claim = await claimed(jobs)
+    await jobs.settle(claim, DONE, record(claim).model_copy(update={"host": "host-a"}))
+    await scale_up(store_server, 2)
+    assert await jobs.claim(10.0, stops_only=True) is None
+    async with asking(store_server) as operations:
+        await operations.scale_down("m", 0, {})
+    stop = await jobs.claim(10.0, stops_only=True)
+    assert stop is not None
+    assert (stop.job.kind, stop.job.incarnation) == (JobKind.STOP, f"i{claim.fence}")
 
 
 async def test_a_released_job_is_due_again_after_its_delay(jobs: JobStore, store_server: str) -> None:
