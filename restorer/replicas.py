@@ -105,6 +105,15 @@ class Replicas:
                 await self._host.news.wait(_DRAIN_POLL_S)
             return
         running.stopping = True
+        try:
+            await self._drain(running, reason, drain_s)
+        except BaseException:
+            # Given up half-way (the lease was lost): the next one to ask goes on from here.
+            running.stopping = False
+            raise
+        await asyncio.shield(self._end(running, Event.STOP, reason))
+
+    async def _drain(self, running: Running, reason: str, drain_s: float | None) -> None:
         if running.record.state is State.ADMITTED:
             running.record = _moved(running.record, Event.DRAIN, reason)
             running.instance.box.remember(record=running.record.model_dump(mode="json"))
@@ -112,10 +121,9 @@ class Replicas:
         deadline = time.monotonic() + limit
         seq = await self._write(running)
         while (left := deadline - time.monotonic()) > 0 and running.record.id in self._running:
-            if seq and _drained(await self._reports(), incarnation, seq):
+            if seq and _drained(await self._reports(), running.record.incarnation, seq):
                 break
             await self._host.news.wait(min(left, _DRAIN_POLL_S))
-        await self._end(running, Event.STOP, reason)
 
     async def park_idle(self) -> None:
         """Stop what has been idle for long enough; called about every second."""
@@ -185,9 +193,12 @@ class Replicas:
         # Told first: gateways must not learn of it from a network that vanished.
         running.record = record
         await self._write(running)
-        await asyncio.shield(self._host.boxes.discard(running.instance.box))
-        if self._running.get(record.id) is running:
-            del self._running[record.id]
+        try:
+            await asyncio.shield(self._host.boxes.discard(running.instance.box))
+        finally:
+            # Also when it cannot be killed: who waits for its end must not wait for ever.
+            if self._running.get(record.id) is running:
+                del self._running[record.id]
 
     async def _write(self, running: Running) -> int:
         """Write the record; its position, or 0 when the store is away (it is written again later) or has a later one."""

@@ -123,7 +123,7 @@ def test_restore_case_11_ten_restores_in_a_row_repeat_the_donor_bit_for_bit(syst
     assert len(incarnations) == 10
 
 
-def test_restore_case_09_three_clones_at_once_answer_for_themselves(system: Installation) -> None:
+def test_restore_cases_01_08_09_three_clones_at_once_answer_for_themselves(system: Installation) -> None:
     """Also cases 1 and 8: each has the donor's pids, ports and sockets, and all are restored at the same time."""
     system.snapshot("trio")
     scaled = system.cli("scale", "trio", "3")

@@ -172,3 +172,19 @@ async def test_spares_are_used_and_closed(folder: Path, factory: BoxFactory) -> 
     await spared.close()
     assert [one.id for one in await made(folder).survivors()] == [box.id]
     await spared.discard(box)
+
+
+async def test_restore_case_14_a_pid_that_belongs_to_another_process_by_now_is_left_alone(folder: Path) -> None:
+    """The pid of a dead box was given to somebody else: its start time tells them apart."""
+    factory = made(folder)
+    bystander = await asyncio.create_subprocess_exec("/bin/sleep", "1000")
+    try:
+        box = factory._handle("0123456789ab", bystander.pid, 0)
+        box.facts["init_start_time"] = 1
+        assert not box.alive
+        await box.kill()
+        assert bystander.returncode is None
+        os.kill(bystander.pid, 0)
+    finally:
+        bystander.kill()
+        await bystander.wait()
