@@ -42,6 +42,10 @@ class Reporter:
         """Live gateway workers, this one included."""
         return 1 + len(self._peers)
 
+    def own_demand(self, model: str) -> int:
+        """Live requests for the model on this gateway."""
+        return self._ledger.load(model).demand
+
     def demand(self, model: str) -> int:
         """Live requests for the model over all gateways."""
         return self._ledger.load(model).demand + sum(

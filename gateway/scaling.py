@@ -82,6 +82,8 @@ class Scaler:
 
     def _wish(self, model: str) -> tuple[int, Reason]:
         spec = self._config.models[model]
-        demand = self._reporter.demand(model)
+        # Each gateway speaks for its own: what is known of the others is up to a second old, and asking on the strength of it
+        # would start what a restorer, who knows better, cancels at once, again and again.
+        demand = self._reporter.demand(model) if self._reporter.own_demand(model) else 0
         target = wanted(demand=demand, concurrency=spec.concurrency, keep=spec.keep, max_replicas=spec.max_replicas)
         return target, "keep" if target <= spec.keep else "demand"

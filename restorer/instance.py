@@ -23,6 +23,7 @@ from restorer.snapshots import lay_tree
 from restorer.stages import Stages
 
 _POLL_S = 0.05
+_DYING_S = 0.5
 _LOG_TAIL = 1500
 
 
@@ -66,7 +67,10 @@ async def connect(instance: Instance) -> AsyncIterator[httpx.AsyncClient]:
                     raise
                 raise _died(instance) from None
             except EngineNotReady as error:
-                if instance.box.host_pid(instance.inner_pid) is None:
+                # Its connections break a moment before a dying process has ended.
+                inside = False
+                await asyncio.wait([ended], timeout=_DYING_S)
+                if ended.done():
                     raise _died(instance) from error
                 raise
             finally:
