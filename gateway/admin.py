@@ -10,13 +10,13 @@ from typing import Annotated, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from gateway.current import Current
 from gateway.errors import Busy, InvalidRequest, ModelNotFound, NotFound, Unauthorized
 from gateway.exchange import Call, Reply, reply
 from gateway.operations import Operations, Outcome
 from gateway.registry import Registry
 from gateway.report import Reporter
 from gateway.store import Store
-from policies.config import Config
 from policies.replica import COMING, State
 
 MAX_WAIT_S = 60.0
@@ -53,9 +53,9 @@ class Admin:
     """The handlers. All raise :class:`gateway.errors.Unauthorized` without the right token."""
 
     def __init__(
-        self, config: Config, token: str, *, store: Store, registry: Registry, reporter: Reporter, operations: Operations
+        self, current: Current, token: str, *, store: Store, registry: Registry, reporter: Reporter, operations: Operations
     ) -> None:
-        self._config = config
+        self._current = current
         self._token = token.encode()
         self._store = store
         self._registry = registry
@@ -64,7 +64,7 @@ class Admin:
 
     async def models(self, call: Call) -> Reply:
         self._authorize(call)
-        return reply({"models": [self._model(name) for name in self._config.models]})
+        return reply({"models": [self._model(name) for name in self._current.config.models]})
 
     async def replicas(self, call: Call) -> Reply:
         """Every replica's record, with its requests in flight over all gateways."""
@@ -91,7 +91,7 @@ class Admin:
         self._authorize(call)
         body = _parsed(_ScaleUp, call)
         model = self._known(body.model)
-        most = self._config.models[model].max_replicas
+        most = self._current.config.models[model].max_replicas
         if body.replicas > most:
             raise InvalidRequest(f"replicas is {body.replicas}, but models.{model}.max_replicas is {most}.", "invalid_request")
         outcome = await self._operations.scale_up(model, body.replicas, "admin")
@@ -140,13 +140,13 @@ class Admin:
             raise Unauthorized("The admin API needs `Authorization: Bearer TOKEN`.", headers={"WWW-Authenticate": "Bearer"})
 
     def _known(self, name: str) -> str:
-        model = self._config.resolve(name)
+        model = self._current.config.resolve(name)
         if model is None:
             raise ModelNotFound(f"The configuration has no model {name!r}.")
         return model
 
     def _model(self, name: str) -> dict[str, object]:
-        spec, registry = self._config.models[name], self._registry
+        spec, registry = self._current.config.models[name], self._registry
         failure = registry.failure(name)
         return {
             "name": name,

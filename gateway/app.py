@@ -16,6 +16,7 @@ from aiohttp import web
 from gateway import envelope, errors, logs
 from gateway.admin import MAX_BODY_BYTES, Admin
 from gateway.capacity import Slices
+from gateway.current import Current
 from gateway.errors import GatewayError
 from gateway.eta import Eta
 from gateway.exchange import Call, Reply, reply
@@ -47,6 +48,7 @@ class Gateway:
     """The parts of one process that more than one route, or a test, looks at."""
 
     settings: Settings
+    current: Current
     store: Store
     ledger: Ledger
     registry: Registry
@@ -123,7 +125,7 @@ class Gateway:
             for model, load in self.ledger.loads().items():
                 if load.arrivals != arrivals.get(model, 0) or load.held or load.inflight:
                     arrivals[model] = load.arrivals
-                    expiry = time.time() + self.settings.config.models[model].idle_park_s
+                    expiry = time.time() + self.current.config.models[model].idle_park_s
                     self.metrics.session_expires.labels(model).set(expiry)
                 elif not self.registry.count(model, {State.ADMITTED}):
                     self.metrics.session_expires.labels(model).set(0)
@@ -136,16 +138,17 @@ GATEWAY = web.AppKey("gateway", Gateway)
 def compose(settings: Settings, metrics: Metrics) -> Gateway:
     """Make the parts and connect them. Needs a running event loop; nothing is started."""
     loop = asyncio.get_running_loop()
-    config, models = settings.config, list(settings.config.models)
+    current, config = Current(settings.config), settings.config
+    models = list(config.models)
     store = Store(settings.store_url, config.store.namespace)
     ledger, registry, eta, upstreams = Ledger(models, loop.time), Registry(models), Eta(), Upstreams()
     link = Link(store, registry, models)
     operations = Operations(store, link)
     reporter = Reporter(settings.id, store=store, ledger=ledger, registry=registry)
-    scaler = Scaler(config, registry=registry, reporter=reporter, operations=operations)
-    waitroom = Waitroom(config, fleet=registry, capacity=Slices(lambda: reporter.gateways), ledger=ledger)
-    proxy = Proxy(config, ledger=ledger, registry=registry, waitroom=waitroom, upstreams=upstreams, eta=eta, metrics=metrics)
-    admin = Admin(config, settings.admin_token, store=store, registry=registry, reporter=reporter, operations=operations)
+    scaler = Scaler(current, registry=registry, reporter=reporter, operations=operations)
+    waitroom = Waitroom(current, fleet=registry, capacity=Slices(lambda: reporter.gateways), ledger=ledger)
+    proxy = Proxy(current, ledger=ledger, registry=registry, waitroom=waitroom, upstreams=upstreams, eta=eta, metrics=metrics)
+    admin = Admin(current, settings.admin_token, store=store, registry=registry, reporter=reporter, operations=operations)
 
     def edge(model: str) -> None:
         reporter.kick()
@@ -171,6 +174,7 @@ def compose(settings: Settings, metrics: Metrics) -> Gateway:
     idle.set()
     return Gateway(
         settings,
+        current,
         store,
         ledger,
         registry,
@@ -183,7 +187,7 @@ def compose(settings: Settings, metrics: Metrics) -> Gateway:
         metrics,
         proxy,
         admin,
-        Models(config, registry),
+        Models(current, registry),
         asyncio.Event(),
         idle,
     )

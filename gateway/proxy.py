@@ -18,6 +18,7 @@ from typing import Literal
 from aiohttp import web
 
 from gateway import envelope, errors, logs
+from gateway.current import Current
 from gateway.errors import GatewayError
 from gateway.eta import Eta
 from gateway.ledger import Ledger
@@ -25,7 +26,7 @@ from gateway.metrics import Metrics
 from gateway.registry import Registry
 from gateway.upstream import Answer, Broken, Outgoing, Pool, Silent, Truncated, Unreachable, Upstreams
 from gateway.waitroom import Refused, Ticket, Waitroom
-from policies.config import Config, Model
+from policies.config import Model
 from policies.replica import Replica
 
 REQUEST_ID = web.RequestKey("request_id", str)
@@ -57,7 +58,7 @@ class Proxy:
 
     def __init__(
         self,
-        config: Config,
+        current: Current,
         *,
         ledger: Ledger,
         registry: Registry,
@@ -66,7 +67,7 @@ class Proxy:
         eta: Eta,
         metrics: Metrics,
     ) -> None:
-        self._config = config
+        self._current = current
         self._ledger = ledger
         self._registry = registry
         self._waitroom = waitroom
@@ -86,7 +87,7 @@ class Proxy:
             body = await self._read(request)
             model = self._resolve(envelope.peek(body).model)
             trail.model = model
-            patience_s = envelope.patience_s(request.headers, self._config.models[model].hold.max_wait_s)
+            patience_s = envelope.patience_s(request.headers, self._current.config.models[model].hold.max_wait_s)
             ticket = Ticket(model, len(body), trail.since + patience_s)
             self._ledger.arrive(model)
             return await self._serve(request, body, ticket, trail)
@@ -98,7 +99,7 @@ class Proxy:
 
     async def _read(self, request: web.Request) -> bytes:
         """The whole body, within bounds of size and patience."""
-        limit = self._config.gateway.max_body_bytes
+        limit = self._current.config.gateway.max_body_bytes
         too_large = errors.RequestTooLarge(f"The request body is larger than {limit} bytes.")
         if (request.content_length or 0) > limit:
             raise too_large
@@ -120,7 +121,7 @@ class Proxy:
             raise errors.InvalidRequest(f"The request body is not framed properly: {error}.", "invalid_http") from None
 
     def _resolve(self, name: str) -> str:
-        model = self._config.resolve(name)
+        model = self._current.config.resolve(name)
         if model is None:
             raise errors.ModelNotFound(f"The model {name!r} does not exist.")
         return model
@@ -234,7 +235,7 @@ class Proxy:
         return Outgoing(request.rel_url.raw_path_qs, headers, body)
 
     def _model(self, replica: Replica) -> Model:
-        return self._config.models[replica.model]
+        return self._current.config.models[replica.model]
 
     def _refusal(self, refused: Refused, ticket: Ticket) -> GatewayError:
         code = refused.reject.code

@@ -11,11 +11,11 @@ import contextlib
 from collections.abc import Callable
 
 from gateway import logs
+from gateway.current import Current
 from gateway.errors import StoreUnavailable
 from gateway.operations import Operations, Outcome
 from gateway.registry import Registry
 from gateway.report import Reporter
-from policies.config import Config
 from policies.replica import COMING, State
 from policies.scaling import wanted
 from policies.wire import Reason
@@ -26,8 +26,8 @@ PERIOD_S = 1.0
 class Scaler:
     """One per gateway process."""
 
-    def __init__(self, config: Config, *, registry: Registry, reporter: Reporter, operations: Operations) -> None:
-        self._config = config
+    def __init__(self, current: Current, *, registry: Registry, reporter: Reporter, operations: Operations) -> None:
+        self._current = current
         self._registry = registry
         self._reporter = reporter
         self._operations = operations
@@ -56,7 +56,7 @@ class Scaler:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(PERIOD_S):
                 await self._wake.wait()
-        poked = sorted(self._poked) if self._wake.is_set() else list(self._config.models)
+        poked = sorted(self._poked) if self._wake.is_set() else list(self._current.config.models)
         self._poked.clear()
         self._wake.clear()
         return poked
@@ -81,7 +81,7 @@ class Scaler:
         return None if enough else (target, reason)
 
     def _wish(self, model: str) -> tuple[int, Reason]:
-        spec = self._config.models[model]
+        spec = self._current.config.models[model]
         # Each gateway speaks for its own: what is known of the others is up to a second old, and asking on the strength of it
         # would start what a restorer, who knows better, cancels at once, again and again.
         demand = self._reporter.demand(model) if self._reporter.own_demand(model) else 0

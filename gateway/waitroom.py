@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
 
+from gateway.current import Current
 from gateway.ledger import Ledger
 from policies.admission import Candidate, Reject, Room, Send, View, Wait, decide
-from policies.config import Config
 from policies.replica import Replica
 from policies.wire import Failure
 
@@ -71,8 +71,8 @@ class _Waiter:
 class Waitroom:
     """The queues of one gateway process."""
 
-    def __init__(self, config: Config, *, fleet: Fleet, capacity: Capacity, ledger: Ledger) -> None:
-        self._config = config
+    def __init__(self, current: Current, *, fleet: Fleet, capacity: Capacity, ledger: Ledger) -> None:
+        self._current = current
         self._fleet = fleet
         self._capacity = capacity
         self._ledger = ledger
@@ -176,8 +176,8 @@ class Waitroom:
         return next(replica for replica in self._fleet.available(model) if replica.incarnation == incarnation)
 
     def _view(self, ticket: Ticket, *, waiting: bool, overdue: bool) -> View:
-        model = self._config.models[ticket.model]
-        ledger, failure, whole = self._ledger, self._fleet.failure(ticket.model), self._config.gateway.hold
+        model = self._current.config.models[ticket.model]
+        ledger, failure, whole = self._ledger, self._fleet.failure(ticket.model), self._current.config.gateway.hold
         return View(
             candidates=[
                 Candidate(replica.incarnation, ledger.inflight(replica.incarnation), self._capacity.limit(replica))

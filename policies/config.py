@@ -11,10 +11,14 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
 
-_UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+from policies.groups import Group
+from policies.holding import Bounds, Hold
+from policies.scalars import Bytes, Count, PositiveSeconds, Seconds, Section
+from policies.schedule import Window
+from policies.tenancy import Tenant
+
 _MODEL_NAME = re.compile(r"[^\s\x00-\x1f\x7f#]{1,200}")
 
 
@@ -22,28 +26,18 @@ class ConfigError(ValueError):
     """The configuration is not usable. The message lists every fault, one a line: ``path: what is wrong``."""
 
 
-def _size(value: object) -> object:
-    if not isinstance(value, str):
-        return value
-    match = _SIZE.fullmatch(value)
-    if match is None or match[2].upper() not in _UNITS:
-        raise ValueError(f"{value!r} is not a size; write bytes, or a number with KiB, MiB, GiB, KB, MB or GB")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+Balance = Literal["least_outstanding", "power_of_two", "session", "prefix"]
 
 
-Bytes = Annotated[int, BeforeValidator(_size), Field(ge=0)]
-"""A size in bytes; in YAML an integer or a string such as ``64 MiB``."""
-
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=1)]
+def _network(value: str) -> str:
+    return str(ipaddress.ip_network(value, strict=False))
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+Network = Annotated[str, AfterValidator(_network)]
+"""An IPv4 or IPv6 network, such as ``10.0.0.0/8``."""
 
 
-class Engine(_Section):
+class Engine(Section):
     """How one engine is started and spoken to."""
 
     kind: Literal["llama-server", "vllm", "http"]
@@ -65,16 +59,7 @@ class Engine(_Section):
         return command
 
 
-class Hold(_Section):
-    """Bounds of a waiting room."""
-
-    max_requests: Count = 1000
-    max_bytes: Bytes = 256 << 20
-    max_wait_s: PositiveSeconds = 600.0
-    """The longest a request is held; a client's own deadline may be shorter, never longer."""
-
-
-class Canary(_Section):
+class Canary(Section):
     """The fixed requests whose answers a replica must repeat bit for bit."""
 
     prompts: Annotated[tuple[str, ...], Field(min_length=1)] = (
@@ -87,7 +72,7 @@ class Canary(_Section):
     timeout_s: PositiveSeconds = 120.0
 
 
-class SnapshotPolicy(_Section):
+class SnapshotPolicy(Section):
     """When snapshots of a model are made."""
 
     create: Literal["auto", "manual"] = "auto"
@@ -96,7 +81,7 @@ class SnapshotPolicy(_Section):
     """Restore the new snapshot once and compare its canary before the manifest is written."""
 
 
-class Model(_Section):
+class Model(Section):
     """One model that clients can name."""
 
     engine: Engine
@@ -109,11 +94,25 @@ class Model(_Section):
     """After a failed restore: start the engine cold (and say so), or answer 503 ``restore_failed``."""
     on_no_snapshot: Literal["cold", "reject"] = "cold"
     hold: Hold = Hold()
+    defaults: Mapping[str, Any] = {}
+    """Parameters put into a request's body where the client left them out."""
+    strip: tuple[str, ...] = ()
+    """Parameters taken out of a request's body before the engine sees it."""
+    balance: Balance = "least_outstanding"
+    """Which of several replicas gets a request; ``session`` and ``prefix`` keep what belongs together on one replica."""
     concurrency: Count = 8
     """Requests in flight on one replica, over all gateways."""
     max_replicas: Count = 1
     keep: Annotated[int, Field(ge=0)] = 0
     """Replicas kept running however idle."""
+    schedule: tuple[Window, ...] = ()
+    """Times of the week at which more are kept."""
+    preload: bool = False
+    """Start one replica when the installation starts; it is parked when idle, unless it is kept."""
+    group: str | None = None
+    """The group whose members exclude each other."""
+    pinned: bool = False
+    """Never displaced by another member of its group."""
     idle_park_s: PositiveSeconds = 300.0
     """A replica beyond :attr:`keep` is parked (stopped, its snapshot kept) after this long without a request."""
     drain_s: Seconds = 60.0
@@ -132,7 +131,23 @@ class Model(_Section):
         return self
 
 
-class Gateway(_Section):
+class Tls(Section):
+    """Certificate and key, PEM files; read again when they change."""
+
+    certificate: Annotated[str, Field(pattern="^/")]
+    """The chain, the server's own certificate first."""
+    key: Annotated[str, Field(pattern="^/")]
+
+
+class Cors(Section):
+    """Browsers' permission to call from other origins."""
+
+    origins: tuple[str, ...] = ()
+    """Exact origins, or ``*`` for any. None: no headers are added."""
+    max_age_s: Count = 600
+
+
+class Gateway(Section):
     """The HTTP front."""
 
     host: str = "127.0.0.1"
@@ -141,13 +156,21 @@ class Gateway(_Section):
     user: str = "nobody"
     """The account the gateway runs as when started by root."""
     max_body_bytes: Bytes = 64 << 20
-    hold: Hold = Hold(max_requests=10_000, max_bytes=512 << 20)
+    spool_bytes: Bytes = 8 << 20
+    """A body larger than this is kept in a temporary file instead of memory."""
+    tls: Tls | None = None
+    trusted_proxies: tuple[Network, ...] = ()
+    """Networks whose X-Forwarded-For and X-Forwarded-Proto are believed."""
+    cors: Cors = Cors()
+    access_log: bool = True
+    """One JSON line for each request on standard output; never a prompt."""
+    hold: Bounds = Bounds(max_requests=10_000, max_bytes=512 << 20)
     """Bounds over all models together."""
     drain_s: Seconds = 30.0
     """How long open responses may finish after SIGTERM."""
 
 
-class Restorer(_Section):
+class Restorer(Section):
     """The worker that starts, restores, captures and stops engines on this host."""
 
     criu: str = "criu"
@@ -174,7 +197,7 @@ class Restorer(_Section):
         return str(parsed)
 
 
-class Store(_Section):
+class Store(Section):
     """Where gateway and restorer meet."""
 
     url: str | None = None
@@ -183,13 +206,16 @@ class Store(_Section):
     """Prefix of every key, so that one Redis can serve several installations."""
 
 
-class Config(_Section):
+class Config(Section):
     """The whole file."""
 
     models: Annotated[Mapping[str, Model], Field(min_length=1)]
     gateway: Gateway = Gateway()
     restorer: Restorer = Restorer()
     store: Store = Store()
+    tenants: Mapping[str, Tenant] = {}
+    """Who may ask. None: there are no API keys and everybody is one tenant."""
+    groups: Mapping[str, Group] = {}
     state_dir: Annotated[str, Field(pattern="^/")] = "/var/lib/rewake"
     """Snapshots, engine logs and verification stamps; on a disk with room for them."""
     run_dir: Annotated[str, Field(pattern="^/")] = "/run/rewake"
@@ -205,6 +231,21 @@ class Config(_Section):
                 if alias in taken:
                     raise ValueError(f"models.{name}: the name {alias!r} already belongs to {taken[alias]!r}")
                 taken[alias] = name
+            if model.group is not None and model.group not in self.groups:
+                raise ValueError(f"models.{name}.group: there is no group {model.group!r}; add it under groups")
+        return self
+
+    @model_validator(mode="after")
+    def _tenants(self) -> Config:
+        owners: dict[str, str] = {}
+        for name, tenant in self.tenants.items():
+            for key in tenant.keys:
+                if key in owners:
+                    raise ValueError(f"tenants.{name}.keys: the same key already belongs to {owners[key]!r}")
+                owners[key] = name
+            for model in tenant.models or ():
+                if model not in self.models:
+                    raise ValueError(f"tenants.{name}.models: there is no model {model!r}")
         return self
 
     def resolve(self, name: str) -> str | None:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.capacity import Slices
+from gateway.current import Current
 from gateway.ledger import Ledger
 from gateway.waitroom import Refused, Ticket, Waitroom
 from policies.replica import Replica, State
@@ -40,7 +41,7 @@ def room(**changes) -> tuple[Waitroom, FakeFleet, Ledger]:
     config = configuration(**changes)
     fleet = FakeFleet()
     ledger = Ledger(config.models, asyncio.get_running_loop().time)
-    return Waitroom(config, fleet=fleet, capacity=Slices(lambda: 1), ledger=ledger), fleet, ledger
+    return Waitroom(Current(config), fleet=fleet, capacity=Slices(lambda: 1), ledger=ledger), fleet, ledger
 
 
 def ticket(wait_s: float = 100.0, size: int = 1) -> Ticket:

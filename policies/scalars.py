@@ -1,0 +1,34 @@
+"""What every section of the configuration is made of: its base, sizes, times, counts."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+_UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+class Section(BaseModel):
+    """One mapping of the configuration file: frozen, and every unknown key a fault."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def _size(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    match = _SIZE.fullmatch(value)
+    if match is None or match[2].upper() not in _UNITS:
+        raise ValueError(f"{value!r} is not a size; write bytes, or a number with KiB, MiB, GiB, KB, MB or GB")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+Bytes = Annotated[int, BeforeValidator(_size), Field(ge=0)]
+"""A size in bytes; in YAML an integer or a string such as ``64 MiB``."""
+
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
