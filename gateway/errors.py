@@ -50,9 +50,15 @@ class MissingModel(InvalidRequest):
 
 
 class Unauthorized(GatewayError):
-    """401: the admin token is absent or wrong."""
+    """401: the API key, or the admin token, is absent or wrong."""
 
     status, type, code, should_retry = 401, "authentication_error", "invalid_api_key", False
+
+
+class PermissionDenied(GatewayError):
+    """403: this tenant may not use the model."""
+
+    status, type, code, param, should_retry = 403, "permission_error", "model_not_allowed", "model", False
 
 
 class NotFound(GatewayError):
@@ -91,10 +97,34 @@ class RequestTooLarge(GatewayError):
     status, type, code, should_retry = 413, "invalid_request_error", "request_too_large", False
 
 
+class UriTooLong(GatewayError):
+    """414: the request line is longer than the gateway reads."""
+
+    status, type, code, should_retry = 414, "invalid_request_error", "uri_too_long", False
+
+
 class UnsupportedEncoding(GatewayError):
     """415: the body is compressed."""
 
     status, type, code, should_retry = 415, "invalid_request_error", "unsupported_encoding", False
+
+
+class ExpectationFailed(GatewayError):
+    """417: ``Expect`` asks for something else than ``100-continue``."""
+
+    status, type, code, should_retry = 417, "invalid_request_error", "expectation_failed", False
+
+
+class HeadersTooLarge(GatewayError):
+    """431: more header bytes, or more headers, than the gateway reads."""
+
+    status, type, code, should_retry = 431, "invalid_request_error", "headers_too_large", False
+
+
+class RateLimited(GatewayError):
+    """429: the tenant has used up what it may use for now; ``retry_after_s`` says when there is more."""
+
+    status, type, code = 429, "rate_limit_error", "rate_limit_exceeded"
 
 
 class CapacityExceeded(GatewayError):

@@ -13,6 +13,7 @@
     :jobs                         zset    job id -> ms (store clock) claimable from    gateway adds, restorer moves
     :jobs:{host}                  zset    the same, for one host's restorer            gateway adds, restorer moves
     :starts:{model}               hash    slot -> job id of each start not settled     gateway (Lua), restorer (Lua)
+    :stages:{model}               hash    StageKey.field -> JSON list of its seconds   restorer
     :failure:{model}              string  Failure; expires when it may be tried again  restorer
     :gateways / :gateway:{id}     set, string (expires)   GatewayReport                that gateway
     :hosts / :host:{name}         set, string (expires)   HostReport                   that restorer
@@ -26,7 +27,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
@@ -71,6 +72,9 @@ class Keys:
     def starts(self, model: str) -> str:
         return f"{self.prefix}:starts:{model}"
 
+    def stages(self, model: str) -> str:
+        return f"{self.prefix}:stages:{model}"
+
     def failure(self, model: str) -> str:
         return f"{self.prefix}:failure:{model}"
 
@@ -79,6 +83,29 @@ class Keys:
 
     def host(self, name: str) -> str:
         return f"{self.prefix}:host:{name}"
+
+
+STAGE_SAMPLES = 32
+"""Durations kept for each stage, the newest last."""
+
+
+class StageKey(NamedTuple):
+    """What one list of durations in :stages:{model} is about."""
+
+    host: str
+    origin: str
+    """The snapshot restored, or ``cold``."""
+    stage: str
+
+    @property
+    def field(self) -> str:
+        return "\t".join(self)
+
+    @classmethod
+    def of(cls, field: str) -> StageKey | None:
+        """The key of a hash field; None for one that was not made here."""
+        parts = field.split("\t")
+        return cls(*parts) if len(parts) == 3 else None
 
 
 class _Record(BaseModel):
