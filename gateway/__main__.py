@@ -20,7 +20,7 @@ import uvloop
 from aiohttp import web
 
 from gateway import app as application
-from gateway import logs, metrics, settings
+from gateway import logs, metrics, server, settings
 from gateway.errors import StoreUnavailable
 from gateway.settings import Settings, SettingsError
 from gateway.store import Store, WrongSchema
@@ -109,21 +109,21 @@ async def _serve(told: Settings, listener: socket.socket, folder: Path) -> int:
     await _check_schema(told)
     series = metrics.Metrics(told.config.models, version=_version(), shared=metrics.share(folder), observer=told.worker == 0)
     app = application.build(told, series)
-    gateway, runner = app[application.GATEWAY], application.Runner(app)
+    life, runner = app[server.LIFE], server.Runner(app)
     await runner.setup()
     try:
         await web.SockSite(runner, listener, backlog=_BACKLOG).start()
         host, port = listener.getsockname()[:2]
         print(f"gateway {told.id} listening on http://{f'[{host}]' if ':' in host else host}:{port}", file=sys.stderr, flush=True)
-        await _first(stop, gateway.crashed)
-        gateway.drain()
+        await _first(stop, life.crashed)
+        life.drain()
         for site in runner.sites:
             await site.stop()
-        drained = await gateway.quiet(told.config.gateway.drain_s)
-        logs.info("stopping", drained=drained, open=gateway.open)
+        drained = await life.quiet(told.config.gateway.drain_s)
+        logs.info("stopping", drained=drained, open=life.open)
     finally:
         await runner.cleanup()
-    return 1 if gateway.crashed.is_set() else 0
+    return 1 if life.crashed.is_set() else 0
 
 
 async def _check_schema(told: Settings) -> None:

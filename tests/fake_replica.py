@@ -21,6 +21,7 @@ import redis.asyncio
 from aiohttp import web
 
 from gateway import app as application
+from gateway import server
 from gateway.metrics import Metrics
 from gateway.settings import Settings
 from policies.config import Config, parse
@@ -256,7 +257,7 @@ async def serving(store_url: str, config: Config | None = None, id: str = "gw") 
     config = config or configuration()
     settings = Settings(config, store_url, TOKEN, id)
     app = application.build(settings, Metrics(config.models, version="test"))
-    runner = application.Runner(app)
+    runner = server.Runner(app)
     await runner.setup()
     try:
         site = web.TCPSite(runner, "127.0.0.1", 0)

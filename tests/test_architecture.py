@@ -251,7 +251,7 @@ def test_the_table_of_errors_is_whole_and_true() -> None:
     assert {kind.code for kind, _ in errors.REFUSALS.values()} == set(get_args(admission.Code))
 
 
-_RAISERS = ("envelope.py", "proxy.py", "admin.py", "app.py")
+_RAISERS = ("envelope.py", "proxy.py", "admin.py", "server.py")
 
 
 def test_every_route_is_described() -> None:

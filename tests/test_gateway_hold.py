@@ -492,16 +492,16 @@ async def test_drain_refuses_waiters_and_lets_streams_finish(store, store_server
         async with served.client.stream("POST", CHAT, json={"model": "m"}) as stream:
             held = asyncio.create_task(served.chat())
             await eventually(lambda: served.held() == 1)
-            served.gateway.drain()
+            served.gateway.life.drain()
             response = await held
             assert (response.status_code, response.json()["error"]["code"]) == (503, "shutting_down")
             assert (response.headers["retry-after"], response.headers["x-should-retry"]) == ("1", "true")
             assert response.headers["connection"] == "close"
             assert (await served.client.get("/ready")).status_code == 503
-            assert not await served.gateway.quiet(0.05)
+            assert not await served.gateway.life.quiet(0.05)
             gate.set()
             assert b"late" in await stream.aread()
-        assert await served.gateway.quiet(1)
+        assert await served.gateway.life.quiet(1)
 
         async def told() -> bool:
             return (await reported(store)).draining

@@ -471,7 +471,7 @@ async def test_a_body_that_stops_coming_is_408(store, store_server, monkeypatch)
         reader, writer = await raw(served.port, b"POST /v1/completions HTTP/1.1\r\nHost: g\r\nContent-Length: 9\r\n\r\n{")
         assert b" 408 " in await asyncio.wait_for(reader.readline(), 5)
         writer.close()
-        await eventually(lambda: served.gateway.open == 0)
+        await eventually(lambda: served.gateway.life.open == 0)
 
 
 async def test_compressed_requests_are_refused_clearly(store, store_server):

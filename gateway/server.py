@@ -1,0 +1,128 @@
+"""The HTTP server as this gateway wants it: protocol, server, runner, and the one shape of everything that is answered.
+
+The one module that knows how aiohttp serves. Knows no part of the gateway but its life: what is open, and whether it drains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from aiohttp import web
+
+from gateway import envelope, errors, logs
+from gateway.admin import MAX_BODY_BYTES
+from gateway.errors import GatewayError
+from gateway.exchange import Call, Reply
+from gateway.life import Life
+from gateway.proxy import REQUEST_ID
+
+LIFE = web.AppKey("life", Life)
+_CUT_S = 0.25
+"""What is left after the drain gets this long, twice, before it is cut."""
+_MAX_FIELD = 32 << 10
+
+
+def plain(handler: Callable[[Call], Awaitable[Reply]]) -> Callable[[web.Request], Awaitable[web.Response]]:
+    """A route for a handler that knows no web framework."""
+
+    async def route(request: web.Request) -> web.Response:
+        if (request.content_length or 0) > MAX_BODY_BYTES:
+            raise errors.RequestTooLarge(f"The request body is larger than {MAX_BODY_BYTES} bytes.")
+        body = await request.content.read(MAX_BODY_BYTES) if request.can_read_body else b""
+        call = Call(request.headers.get("Authorization"), dict(request.match_info), dict(request.query), body)
+        return _response(await handler(call))
+
+    return route
+
+
+def _response(answer: Reply) -> web.Response:
+    return web.Response(status=answer.status, body=answer.body, headers={"Content-Type": answer.content_type, **answer.headers})
+
+
+@web.middleware
+async def shape(request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> web.StreamResponse:
+    """Counts open requests and turns every exception into its one shape."""
+    life = request.app[LIFE]
+    request[REQUEST_ID] = envelope.request_id(request.headers)
+    life.opened()
+    try:
+        return await handler(request)
+    except GatewayError as error:
+        return _response(errors.render(error))
+    except web.HTTPException as error:
+        return _response(errors.render(_translated(request, error)))
+    except Exception as error:
+        logs.error("bug", error, request_id=request[REQUEST_ID], path=request.path)
+        if request.writer.output_size > 0:
+            # A second status line in the middle of a body would be taken for content.
+            raise ConnectionError("the response had begun") from error
+        return _response(errors.render(GatewayError("The gateway failed; its log tells more under this request id.")))
+    finally:
+        life.closed()
+
+
+def _translated(request: web.Request, error: web.HTTPException) -> GatewayError:
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        allowed = {"Allow": error.headers.get("Allow", "")}
+        return errors.MethodNotAllowed(f"{request.method} is not possible on {request.path}.", headers=allowed)
+    if isinstance(error, web.HTTPNotFound):
+        return errors.NotFound(f"There is no path {request.path}.")
+    return errors.InvalidRequest(f"{error.reason}.", "invalid_http")
+
+
+async def finish_head(request: web.Request, response: web.StreamResponse) -> None:
+    """The last hand on every head."""
+    response.headers.setdefault("x-request-id", request.get(REQUEST_ID, ""))
+    if request.app[LIFE].draining:
+        response.headers["Connection"] = "close"
+        response.force_close()
+
+
+class _Protocol(web.RequestHandler):
+    """Answers what is not HTTP in the same shape as everything else."""
+
+    __slots__ = ()
+
+    def handle_error(
+        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
+    ) -> web.StreamResponse:
+        if request.writer.output_size > 0:
+            raise ConnectionError("the response had begun")
+        if status < 500:
+            error: GatewayError = errors.InvalidRequest(f"This is not valid HTTP: {message or exc}.", "invalid_http")
+        else:
+            logs.error("bug", exc)
+            error = GatewayError("The gateway failed.")
+        response = _response(errors.render(error))
+        response.force_close()
+        return response
+
+
+class _Server(web.Server):
+    """Makes our protocols."""
+
+    def __init__(self, handler: Any, request_factory: Any, **options: Any) -> None:
+        super().__init__(handler, request_factory=request_factory, handler_cancellation=True)
+        self._options = options
+
+    def __call__(self) -> web.RequestHandler:
+        return _Protocol(self, loop=self._loop, **self._options)
+
+
+class Runner(web.AppRunner):
+    """Runs the application the only way that is right for it: a client that leaves cancels its handler."""
+
+    def __init__(self, app: web.Application) -> None:
+        super().__init__(app, access_log=None, shutdown_timeout=_CUT_S)
+
+    async def _make_server(self) -> web.Server:
+        made = await super()._make_server()
+        return _Server(
+            made.request_handler,
+            made.request_factory,
+            access_log=None,
+            auto_decompress=False,
+            max_line_size=_MAX_FIELD,
+            max_field_size=_MAX_FIELD,
+        )
