@@ -14,10 +14,13 @@
     :jobs:{host}                  zset    the same, for one host's restorer            gateway adds, restorer moves
     :starts:{model}               hash    slot -> job id of each start not settled     gateway (Lua), restorer (Lua)
     :stages:{model}               hash    StageKey.field -> JSON list of its seconds   restorer
+    :group:{name}                 hash    model -> Waiting: who waits for a place      gateway (Lua)
+    :tenure:{model}               string  ms (store clock) since when it serves        restorer (Lua), gateway (Lua)
+    :preloaded                    set     models that were preloaded                   gateway adds, restorer clears
     :failure:{model}              string  Failure; expires when it may be tried again  restorer
     :gateways / :gateway:{id}     set, string (expires)   GatewayReport                that gateway
     :hosts / :host:{name}         set, string (expires)   HostReport                   that restorer
-    :suspects                     hash    incarnation -> reason                        gateway adds, restorer removes
+    :suspects                     hash    incarnation -> reason                        gateway adds, its restorer removes
     :events                       pubsub  Hint: a record changed, read it again        everyone
 
 Events hint, records rule: a lost message costs a moment (readers re-read every few seconds), never a wrong state.
@@ -55,6 +58,7 @@ class Keys:
         self.gateways = f"{namespace}:gateways"
         self.hosts = f"{namespace}:hosts"
         self.suspects = f"{namespace}:suspects"
+        self.preloaded = f"{namespace}:preloaded"
         self.events = f"{namespace}:events"
 
     def operation(self, id: str) -> str:
@@ -75,6 +79,12 @@ class Keys:
     def stages(self, model: str) -> str:
         return f"{self.prefix}:stages:{model}"
 
+    def group(self, name: str) -> str:
+        return f"{self.prefix}:group:{name}"
+
+    def tenure(self, model: str) -> str:
+        return f"{self.prefix}:tenure:{model}"
+
     def failure(self, model: str) -> str:
         return f"{self.prefix}:failure:{model}"
 
@@ -85,6 +95,8 @@ class Keys:
         return f"{self.prefix}:host:{name}"
 
 
+COLD = "cold"
+"""The origin of an engine that was not restored."""
 STAGE_SAMPLES = 32
 """Durations kept for each stage, the newest last."""
 
@@ -94,7 +106,7 @@ class StageKey(NamedTuple):
 
     host: str
     origin: str
-    """The snapshot restored, or ``cold``."""
+    """The snapshot restored, or :data:`COLD`."""
     stage: str
 
     @property
@@ -121,8 +133,8 @@ class JobKind(enum.StrEnum):
     """Start a donor, capture it, publish the snapshot, let the donor go."""
 
 
-Reason = Literal["demand", "admin", "keep"]
-"""Why work was asked for. Only ``demand`` is cancelled when the demand is gone."""
+Reason = Literal["demand", "admin", "keep", "schedule", "preload", "group"]
+"""Why work was asked for; ``group``: to make room for another model. Only ``demand`` is cancelled when the demand is gone."""
 
 
 class Job(_Record):
@@ -137,6 +149,8 @@ class Job(_Record):
     """Slot to start or stop."""
     incarnation: str = ""
     """STOP only: the incarnation meant; another one is left alone."""
+    detail: str = ""
+    """STOP only: why, in words that the replica's record keeps."""
 
 
 class OperationState(enum.StrEnum):
@@ -166,6 +180,19 @@ class Operation(_Record):
     """snapshot: the id that was published."""
     created_ms: int = 0
     updated_ms: int = 0
+
+
+WAITING_TTL_MS = 3_000
+"""A model that nobody has asked a place for within this time does not wait for one any more."""
+
+
+class Waiting(_Record):
+    """A model that found its group full. Asked for again every second, for as long as somebody wants it."""
+
+    since_ms: int
+    seen_ms: int
+    yields: bool = False
+    """Nobody waits: it is to be kept warm. Demand goes first, and it displaces only who is idle."""
 
 
 class Failure(_Record):

@@ -9,9 +9,9 @@
 -- release {queue, job_key, job, fence, delay_ms}            -> 1 | 0      due again after the delay, for anyone
 -- write   {replica, record, fence [, job_key, job]}         -> seq, or 0 when a later fence has written or holds the job
 -- settle  {queue, job_key, job, fence, operation_key, active_key, starts_key, slot, state, detail, code, snapshot,
---          ttl_s, failure_key, failure, failure_ms [, replica, record]}  -> 1 | 0
+--          ttl_s, failure_key, failure, failure_ms, tenure_key [, replica, record, stages_key, stages, samples]}  -> 1 | 0
 --         Ends a job, moves its operation on, and writes the replica's record in the same step, so that ADMITTED and
---         "the start is over" are never seen apart.
+--         "the start is over" are never seen apart. `stages` ({field, seconds} each) join the latest `samples` of their kind.
 
 local REPLICAS, SEQ, FENCE, EVENTS = unpack(KEYS)
 local a = cjson.decode(ARGV[2])
@@ -91,6 +91,18 @@ local function settle_operation(id)
   end
 end
 
+-- Lists are short (samples) and written once a start, so that readers get each with one look.
+local function remember_stages()
+  for _, stage in ipairs(a.stages or {}) do
+    local field, seconds = unpack(stage)
+    local text = redis.call('HGET', a.stages_key, field)
+    local list = text and cjson.decode(text) or {}
+    list[#list + 1] = seconds
+    while #list > a.samples do table.remove(list, 1) end
+    redis.call('HSET', a.stages_key, field, cjson.encode(list))
+  end
+end
+
 local function settle()
   if not holds() then return 0 end
   local job = cjson.decode(redis.call('HGET', a.job_key .. a.job, 'record'))
@@ -103,6 +115,9 @@ local function settle()
     redis.call('SET', a.failure_key, a.failure, 'PX', a.failure_ms)
   elseif a.state == 'succeeded' and job.kind == 'start' then
     redis.call('DEL', a.failure_key)
+    -- The first admission since the model was let in; operations.lua forgets it when the model is let in again.
+    redis.call('SET', a.tenure_key, now_ms(), 'NX')
+    remember_stages()
   end
   redis.call('PUBLISH', EVENTS, cjson.encode({ model = job.model, operation = job.operation }))
   return 1

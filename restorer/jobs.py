@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,11 +21,13 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
-from policies.replica import Replica
+from policies.replica import TERMINAL, Replica, State
 from policies.wire import (
+    COLD,
     OPERATION_TTL_S,
     REPORT_TTL_MS,
     SCHEMA,
+    STAGE_SAMPLES,
     Failure,
     GatewayReport,
     Hint,
@@ -33,6 +35,7 @@ from policies.wire import (
     Job,
     Keys,
     OperationState,
+    StageKey,
 )
 from restorer.errors import RestorerError
 
@@ -155,7 +158,10 @@ class JobStore:
             LeaseLost: the claim was lost; nothing was written.
         """
         job = claim.job
-        written = {} if record is None else {"replica": record.id, "record": _encoded(record)}
+        written: dict[str, Any] = {}
+        if record is not None:
+            stages = [(key.field, seconds) for key, seconds in _durations(record)]
+            written = {"replica": record.id, "record": _encoded(record), "stages": stages, "samples": STAGE_SAMPLES}
         done = await self._call(
             "settle",
             **self._held(claim),
@@ -169,6 +175,8 @@ class JobStore:
             code=outcome.code,
             snapshot=outcome.snapshot,
             ttl_s=OPERATION_TTL_S,
+            tenure_key=self.keys.tenure(job.model),
+            stages_key=self.keys.stages(job.model),
             failure_key=self.keys.failure(job.model),
             failure="" if outcome.failure is None else outcome.failure.model_dump_json(),
             failure_ms=max(1, _ms(outcome.failure_s)),
@@ -210,14 +218,36 @@ class JobStore:
         with _translated():
             await pipe.execute()
 
-    async def suspects(self) -> dict[str, str]:
-        """incarnation -> reason, as gateways suspect them; reading takes them off the list."""
-        pipe = self._client.pipeline(transaction=True)
-        pipe.hgetall(self.keys.suspects)
-        pipe.delete(self.keys.suspects)
+    async def suspects(self, mine: Collection[str]) -> dict[str, str]:
+        """incarnation -> reason of those of ``mine`` that gateways suspect; reading takes them off the list.
+
+        Those that no record speaks of any more go too; another host's stay for its restorer.
+        """
         with _translated():
-            found, _ = await pipe.execute()
-        return dict(found)
+            found = await self._client.hgetall(self.keys.suspects)
+        if not found:
+            return {}
+        alive = {record.incarnation for record in (await self.replicas()).values() if record.state not in TERMINAL}
+        taken = [incarnation for incarnation in found if incarnation in mine or incarnation not in alive]
+        if taken:
+            with _translated():
+                await self._client.hdel(self.keys.suspects, *taken)
+        return {incarnation: found[incarnation] for incarnation in taken if incarnation in mine}
+
+    async def forget_stages(self, model: str, origins: Collection[str]) -> None:
+        """Remove this host's durations of every origin but these (and cold starts): their snapshots are gone."""
+        with _translated():
+            fields = await self._client.hkeys(self.keys.stages(model))
+            kept = {COLD, *origins}
+            known = [(field, key) for field in fields if (key := StageKey.of(field)) is not None]
+            gone = [field for field, key in known if key.host == self.host and key.origin not in kept]
+            if gone:
+                await self._client.hdel(self.keys.stages(model), *gone)
+
+    async def begin_anew(self) -> None:
+        """Nothing runs here: the installation starts, and what is to be preloaded may be."""
+        with _translated():
+            await self._client.delete(self.keys.preloaded)
 
     async def hints(self) -> AsyncIterator[Hint | None]:
         """Hints as they come, and None about every second without one. Ends never; raises when the store is lost."""
@@ -265,6 +295,13 @@ def _decoded(kind: type[T], text: str) -> T | None:
 def _encoded(record: Replica) -> str:
     """As the store takes it: it fills the position in where there is none."""
     return record.model_copy(update={"seq": 0}).model_dump_json()
+
+
+def _durations(record: Replica) -> Iterator[tuple[StageKey, float]]:
+    """What an admitted replica's start took, stage by stage."""
+    if record.state is State.ADMITTED:
+        origin = record.snapshot if record.start == "restored" and record.snapshot else COLD
+        yield from ((StageKey(record.host, origin, stage.name), stage.seconds) for stage in record.stages)
 
 
 def _ms(seconds: float) -> int:

@@ -11,9 +11,9 @@ from pydantic import BaseModel
 
 from policies import wire
 from policies.replica import Replica
-from policies.wire import Failure, GatewayReport, Hint, HostReport, Job, Keys, ModelLoad, Operation, SnapshotSummary
+from policies.wire import Failure, GatewayReport, Hint, HostReport, Job, Keys, ModelLoad, Operation, SnapshotSummary, Waiting
 
-RECORDS = [Failure, GatewayReport, Hint, HostReport, Job, ModelLoad, Operation, Replica, SnapshotSummary]
+RECORDS = [Failure, GatewayReport, Hint, HostReport, Job, ModelLoad, Operation, Replica, SnapshotSummary, Waiting]
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 
 

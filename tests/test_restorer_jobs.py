@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,8 +13,8 @@ from conftest import eventually
 from gateway.operations import Operations
 from gateway.registry import Registry
 from gateway.store import Store
-from policies.replica import Replica, State
-from policies.wire import Failure, JobKind, Operation, OperationState
+from policies.replica import Replica, Stage, State
+from policies.wire import STAGE_SAMPLES, Failure, JobKind, Operation, OperationState, StageKey
 from restorer.jobs import Claim, JobStore, LeaseLost, Outcome, StoreUnavailable
 
 pytestmark = pytest.mark.contract
@@ -216,6 +217,71 @@ async def test_a_restarted_restorer_recovers_its_own_jobs_at_once_and_no_others(
     again = await claimed(jobs)
     assert again.job.id == mine.job.id != theirs.job.id
     assert await jobs.claim(10.0) is None
+
+
+async def admitted(jobs: JobStore, store_server: str, *, snapshot: str | None, seconds: float) -> None:
+    """One start, admitted and gone again, that took so long in each of two stages."""
+    await scale_up(store_server)
+    claim = await claimed(jobs)
+    stages = (Stage(name="lay scratch", seconds=seconds), Stage(name="canary", seconds=2 * seconds))
+    one = record(claim).model_copy(
+        update={"host": "host-a", "start": "restored" if snapshot else "cold", "snapshot": snapshot, "stages": stages}
+    )
+    await jobs.settle(claim, DONE, one)
+    await jobs.write(one.model_copy(update={"state": State.STOPPED}))
+
+
+async def durations(store: Any) -> dict[StageKey | None, list[float]]:
+    return {StageKey.of(field): json.loads(text) for field, text in (await store.hgetall("rewake:stages:m")).items()}
+
+
+async def test_what_a_start_took_is_kept_by_snapshot_host_and_stage(jobs: JobStore, store: Any, store_server: str) -> None:
+    await admitted(jobs, store_server, snapshot="s1", seconds=0.25)
+    await admitted(jobs, store_server, snapshot="s1", seconds=0.5)
+    await admitted(jobs, store_server, snapshot=None, seconds=8.0)
+    assert await durations(store) == {
+        StageKey("host-a", "s1", "lay scratch"): [0.25, 0.5],
+        StageKey("host-a", "s1", "canary"): [0.5, 1.0],
+        StageKey("host-a", "cold", "lay scratch"): [8.0],
+        StageKey("host-a", "cold", "canary"): [16.0],
+    }
+
+
+async def test_only_the_latest_durations_are_kept(jobs: JobStore, store: Any, store_server: str) -> None:
+    for number in range(STAGE_SAMPLES + 2):
+        await admitted(jobs, store_server, snapshot="s1", seconds=float(number))
+    kept = (await durations(store))[StageKey("host-a", "s1", "lay scratch")]
+    assert kept == [float(number) for number in range(2, STAGE_SAMPLES + 2)]
+
+
+async def test_a_start_that_failed_teaches_no_durations(jobs: JobStore, store: Any, store_server: str) -> None:
+    await scale_up(store_server)
+    claim = await claimed(jobs)
+    failed = record(claim, State.FAILED).model_copy(update={"stages": (Stage(name="match", seconds=1.0),)})
+    await jobs.settle(claim, Outcome(OperationState.FAILED, "why", 1), failed)
+    assert await durations(store) == {}
+
+
+async def test_durations_of_a_snapshot_that_is_gone_are_forgotten_on_its_host(
+    jobs: JobStore, other: JobStore, store: Any, store_server: str
+) -> None:
+    for snapshot in ("s1", "s2", None):
+        await admitted(jobs, store_server, snapshot=snapshot, seconds=1.0)
+    await other.forget_stages("m", [])
+    assert len(await durations(store)) == 6
+    await jobs.forget_stages("m", ["s2"])
+    assert {key.origin for key in await durations(store) if key} == {"s2", "cold"}
+
+
+async def test_suspects_are_taken_by_the_restorer_that_runs_them(jobs: JobStore, other: JobStore, store: Any) -> None:
+    common: dict[str, Any] = {"model": "m", "state": State.ADMITTED, "fence": 1}
+    await jobs.write(Replica(id="m#0", host="host-a", incarnation="here", **common))
+    await jobs.write(Replica(id="m#1", host="host-b", incarnation="there", **common))
+    await store.hset("rewake:suspects", mapping={"here": "silent", "there": "reset", "long gone": "refused"})
+    assert await jobs.suspects(["here"]) == {"here": "silent"}
+    assert await jobs.suspects(["here"]) == {}
+    assert await store.hgetall("rewake:suspects") == {"there": "reset"}
+    assert await other.suspects(["there"]) == {"there": "reset"}
 
 
 async def test_a_store_that_is_away_is_one_error_of_ours(store_server: str) -> None:
