@@ -5,6 +5,7 @@ PYTHON ?= python3
 ENGINE ?= vllm
 TOOLS := build/tools
 MODELS := build/models
+CLIENTS := build/clients
 GGUF := $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
 VENV := .venv
 BIN := $(VENV)/bin
@@ -12,9 +13,10 @@ BIN := $(VENV)/bin
 export REWAKE_CRIU := $(abspath $(TOOLS)/bin/criu)
 export REWAKE_LLAMA_SERVER := $(abspath $(TOOLS)/bin/llama-server)
 export REWAKE_MODEL := $(abspath $(GGUF))
+export REWAKE_CLIENTS := $(abspath $(CLIENTS))
 
 .DEFAULT_GOAL := help
-.PHONY: help install system criu llama-server vllm model hf-model demo test check clean
+.PHONY: help install system criu llama-server clients vllm model hf-model demo test check clean
 
 help:  ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -54,7 +56,10 @@ demo: install criu llama-server model
 endif
 	@$(BIN)/python deploy/demo/demo.py --engine $(ENGINE)
 
-test: install criu llama-server model  ## All tests, with the real CRIU and a real engine.
+clients: | system
+	@PYTHON=$(PYTHON) deploy/install/clients.sh $(CLIENTS)
+
+test: install criu llama-server model clients  ## All tests, with the real CRIU, a real engine and real client libraries.
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 check: install  ## Lint, format, types, layering.

@@ -1,0 +1,50 @@
+"""The `litellm` package as an application uses it: ``litellm_python.py BASE_URL KEY SCENARIO MODEL``.
+
+Prints one JSON object: what the application saw.
+"""
+
+import json
+import os
+import sys
+from typing import Any
+
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # or it asks the internet for prices
+
+import litellm
+import openai
+
+SAY: Any = [{"role": "user", "content": "Say hello."}]
+
+
+def chat(target: dict[str, Any]) -> dict[str, Any]:
+    answer = litellm.completion(messages=SAY, max_tokens=8, temperature=0, seed=1, **target)
+    return {"text": answer.choices[0].message.content, "tokens": answer.usage.completion_tokens}
+
+
+def stream(target: dict[str, Any]) -> dict[str, Any]:
+    parts, count = "", 0
+    for chunk in litellm.completion(messages=SAY, max_tokens=8, temperature=0, seed=1, stream=True, **target):
+        count += 1
+        parts += chunk.choices[0].delta.content or ""
+    return {"text": parts, "chunks": count}
+
+
+def embeddings(target: dict[str, Any]) -> dict[str, Any]:
+    answer = litellm.embedding(input=["one", "two"], **target)
+    return {"vectors": [len(item["embedding"]) for item in answer.data]}
+
+
+SCENARIOS = {f.__name__: f for f in (chat, stream, embeddings)}
+
+
+def main() -> None:
+    base, key, scenario, model = sys.argv[1:]
+    litellm.suppress_debug_info = True
+    try:
+        seen = SCENARIOS[scenario]({"model": f"openai/{model}", "api_base": base, "api_key": key})
+    except openai.APIError as error:
+        seen = {"error": type(error).__name__, "status": getattr(error, "status_code", None), "code": error.code}
+    print(json.dumps({"client": "litellm", **seen}))
+
+
+main()

