@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Annotated
 
 from pydantic import Field
@@ -12,10 +13,16 @@ KeyHash = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
 """An API key as it is stored: keys are long and random, so a plain SHA-256 cannot be turned back."""
 
 
+def key_hash(key: str) -> str:
+    """What the configuration holds in place of ``key``."""
+    return f"sha256:{hashlib.sha256(key.encode('utf-8', 'surrogateescape')).hexdigest()}"
+
+
 class Limits(Section):
     """What one tenant may use, over all gateways. None: no limit."""
 
     requests_per_minute: Count | None = None
+    """A minute's worth may be used at once; it comes back evenly."""
     tokens_per_minute: Count | None = None
     """Prompt and completion tokens as the engines' ``usage`` counts them; a tenant in debt waits until it is paid off."""
     concurrency: Count | None = None

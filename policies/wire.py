@@ -17,6 +17,7 @@
     :group:{name}                 hash    model -> Waiting: who waits for a place      gateway (Lua)
     :tenure:{model}               string  ms (store clock) since when it serves        restorer (Lua), gateway (Lua)
     :preloaded                    set     models that were preloaded                   gateway adds, restorer clears
+    :budget:{name}                hash    what a tenant may use now; expires when full gateway (Lua)
     :failure:{model}              string  Failure; expires when it may be tried again  restorer
     :gateways / :gateway:{id}     set, string (expires)   GatewayReport                that gateway
     :hosts / :host:{name}         set, string (expires)   HostReport                   that restorer
@@ -84,6 +85,9 @@ class Keys:
 
     def tenure(self, model: str) -> str:
         return f"{self.prefix}:tenure:{model}"
+
+    def budget(self, tenant: str) -> str:
+        return f"{self.prefix}:budget:{tenant}"
 
     def failure(self, model: str) -> str:
         return f"{self.prefix}:failure:{model}"
