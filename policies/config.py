@@ -121,6 +121,8 @@ class Model(Section):
     """From dispatch to the response head; the time spent held does not count."""
     idle_body_timeout_s: PositiveSeconds = 300.0
     """The longest silence within a response body."""
+    total_timeout_s: PositiveSeconds | None = None
+    """From dispatch to the end of the response; None: for as long as it moves."""
     snapshot: SnapshotPolicy = SnapshotPolicy()
     canary: Canary = Canary()
 
@@ -128,6 +130,9 @@ class Model(Section):
     def _keep_fits(self) -> Model:
         if self.keep > self.max_replicas:
             raise ValueError(f"keep is {self.keep} but max_replicas is {self.max_replicas}; raise max_replicas")
+        most = max((window.replicas for window in self.schedule), default=0)
+        if most > self.max_replicas:
+            raise ValueError(f"schedule wants {most} replicas but max_replicas is {self.max_replicas}; raise max_replicas")
         return self
 
 
@@ -233,6 +238,18 @@ class Config(Section):
                 taken[alias] = name
             if model.group is not None and model.group not in self.groups:
                 raise ValueError(f"models.{name}.group: there is no group {model.group!r}; add it under groups")
+            if model.pinned and model.group is None:
+                raise ValueError(f"models.{name}.pinned: it is in no group that could displace it; name its group")
+        return self
+
+    @model_validator(mode="after")
+    def _places(self) -> Config:
+        """Nobody can ever displace what is pinned and always kept; the rest of its group needs a place too."""
+        for name, group in self.groups.items():
+            inside = [model for model in self.models.values() if model.group == name]
+            fixed = sum(model.pinned and model.keep > 0 for model in inside)
+            if fixed >= group.members and fixed < len(inside):
+                raise ValueError(f"groups.{name}: its pinned and kept models fill it for ever; raise members, or unpin one")
         return self
 
     @model_validator(mode="after")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 
 def wanted(*, demand: int, concurrency: int, keep: int, max_replicas: int) -> int:
@@ -27,9 +27,3 @@ def parkable(*, idle_s: Mapping[str, float], keep: int, held: int, coming: int, 
         return []
     idle = sorted((r for r, seconds in idle_s.items() if seconds >= idle_park_s), key=lambda r: (-idle_s[r], r))
     return idle[: max(0, len(idle_s) - keep)]
-
-
-def free_slot(taken: Iterable[int]) -> int:
-    """The lowest slot number that is not taken."""
-    used = set(taken)
-    return next(n for n in range(len(used) + 1) if n not in used)

@@ -40,6 +40,22 @@ def test_the_shortest_file_is_safe_by_default() -> None:
         (document(gateway={"port": 70000}), "gateway.port: Input should be less than or equal to 65535"),
         (document({"keep": 2}), "models.m: keep is 2 but max_replicas is 1; raise max_replicas"),
         (
+            document({"schedule": [{"start": "09:00", "end": "18:00", "replicas": 2}]}),
+            "models.m: schedule wants 2 replicas but max_replicas is 1; raise max_replicas",
+        ),
+        (document({"group": "gpu"}), "models.m.group: there is no group 'gpu'; add it under groups"),
+        (document({"pinned": True}), "models.m.pinned: it is in no group that could displace it; name its group"),
+        (
+            {
+                "models": {
+                    "m": {"engine": ENGINE, "group": "gpu", "pinned": True, "keep": 1},
+                    "n": {"engine": ENGINE, "group": "gpu"},
+                },
+                "groups": {"gpu": {}},
+            },
+            "groups.gpu: its pinned and kept models fill it for ever; raise members, or unpin one",
+        ),
+        (
             document({"engine": {"kind": "http", "command": ["engine"]}}),
             "models.m.engine.command: 'engine' must be an absolute path",
         ),

@@ -1,4 +1,4 @@
-"""Scaling: how many replicas are wanted, which may be parked, which slot is free."""
+"""Scaling: how many replicas are wanted, which may be parked."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.scaling import free_slot, parkable, wanted
+from policies.scaling import parkable, wanted
 
 
 @pytest.mark.parametrize(
@@ -65,11 +65,3 @@ def test_parking_leaves_what_is_kept_and_what_is_in_use(idle_s: dict[str, float]
     assert len(idle_s) - len(parked) >= min(keep, len(idle_s))
     assert all(idle_s[replica] >= 300.0 for replica in parked)
     assert [idle_s[replica] for replica in parked] == sorted((idle_s[replica] for replica in parked), reverse=True)
-
-
-@settings(deadline=None)
-@given(st.sets(st.integers(0, 20)))
-def test_a_free_slot_is_the_lowest_that_is_not_taken(taken: set[int]) -> None:
-    slot = free_slot(taken)
-    assert slot not in taken
-    assert set(range(slot)) <= taken
