@@ -6,6 +6,7 @@ The only module that knows all others. What a part does is not written here.
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
@@ -67,11 +68,12 @@ def compose(settings: Settings, metrics: Metrics) -> Gateway:
     current, config = Current(settings.config), settings.config
     models = list(config.models)
     store = Store(settings.store_url, config.store.namespace)
-    ledger, registry, eta, upstreams = Ledger(models, loop.time), Registry(models), Eta(), Upstreams()
+    ledger, registry, upstreams = Ledger(models, loop.time), Registry(models), Upstreams()
     link = Link(store, registry, models)
     operations = Operations(store, link)
     reporter = Reporter(settings.id, store=store, ledger=ledger, registry=registry)
     scaler = Scaler(current, registry=registry, reporter=reporter, operations=operations)
+    eta = Eta(registry, slots=lambda model: _slots(current, registry, reporter, model), clock=loop.time, random=random.uniform)
     waitroom = Waitroom(current, fleet=registry, capacity=Slices(lambda: reporter.gateways), ledger=ledger)
     gateway = Gateway(
         settings=settings,
@@ -93,8 +95,21 @@ def compose(settings: Settings, metrics: Metrics) -> Gateway:
         models=Models(current, registry),
     )
     registry.on_record += [metrics.record, lambda before, after: eta.learn(after)]
+    link.on_connect.append(lambda: _remember(gateway, eta))
     _connect(gateway)
     return gateway
+
+
+async def _remember(gateway: Gateway, eta: Eta) -> None:
+    """What starts took before this process began."""
+    for model in gateway.current.config.models:
+        eta.load(model, await gateway.store.stages(model))
+
+
+def _slots(current: Current, registry: Registry, reporter: Reporter, model: str) -> int:
+    """Requests that this gateway may expect to have on a model's replicas at once."""
+    spec, replicas = current.config.models.get(model), max(1, len(registry.available(model)))
+    return 1 if spec is None else max(1, replicas * spec.concurrency // reporter.gateways)
 
 
 def _connect(gateway: Gateway) -> None:

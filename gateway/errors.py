@@ -6,15 +6,12 @@ error is due: that is decided elsewhere.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import ClassVar
 
 from gateway.exchange import Reply, reply
 from policies.admission import Code
-
-MAX_RETRY_AFTER_S = 60
-"""Clients of the OpenAI SDKs ignore, or give up on, a longer ``Retry-After``."""
+from policies.eta import retry_after_s as whole_seconds
 
 
 class GatewayError(Exception):
@@ -109,6 +106,12 @@ class UnsupportedEncoding(GatewayError):
     status, type, code, should_retry = 415, "invalid_request_error", "unsupported_encoding", False
 
 
+class UnsupportedMediaType(GatewayError):
+    """415: the body is of a type that this path does not take."""
+
+    status, type, code, should_retry = 415, "invalid_request_error", "unsupported_media_type", False
+
+
 class ExpectationFailed(GatewayError):
     """417: ``Expect`` asks for something else than ``100-continue``."""
 
@@ -175,6 +178,12 @@ class StoreUnavailable(Unavailable):
     code = "store_unavailable"
 
 
+class SpoolFailed(Unavailable):
+    """The disk that large request bodies are kept on is full or broken."""
+
+    code = "spool_failed"
+
+
 class RestoreFailed(GatewayError):
     """503 without a promise: no replica can come, and coming back will not change it."""
 
@@ -205,14 +214,15 @@ REFUSALS: Mapping[Code, tuple[type[GatewayError], str]] = {
 """What a refusal by :func:`policies.admission.decide` becomes."""
 
 
-def refusal(code: Code, *, model: str, detail: str, eta_s: float) -> GatewayError:
-    """The error for a refused request; ``eta_s`` is when a replica is expected, in seconds from now."""
+_NO_PROMISE = (RestoreFailed, NotFound)
+_AT_ONCE_S = 1.0
+"""Another gateway process is there already."""
+
+
+def refusal(code: Code, *, model: str, detail: str, retry_after_s: float) -> GatewayError:
+    """The error for a refused request; ``retry_after_s``: when coming back should help, if it can."""
     kind, text = REFUSALS[code]
-    promise: float | None = eta_s
-    if kind is RestoreFailed:
-        promise = None
-    elif kind in (ShuttingDown, CapacityExceeded):
-        promise = 1.0
+    promise = None if issubclass(kind, _NO_PROMISE) else _AT_ONCE_S if kind is ShuttingDown else retry_after_s
     return kind(text.format(model=model, detail=detail), retry_after_s=promise)
 
 
@@ -227,6 +237,6 @@ def render(error: GatewayError) -> Reply:
     if error.should_retry is not None:
         headers["x-should-retry"] = "true" if error.should_retry else "false"
     if error.retry_after_s is not None:
-        seconds = min(max(math.ceil(error.retry_after_s), 1), MAX_RETRY_AFTER_S)
+        seconds = whole_seconds(error.retry_after_s, 1.0)
         headers["Retry-After"], headers["retry-after-ms"] = str(seconds), str(seconds * 1000)
     return reply(envelope(error), error.status, headers)

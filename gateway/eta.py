@@ -1,22 +1,154 @@
-"""When a replica of a cold model may be expected: as long as its last start took."""
+"""When a held request may be expected to be served, and what a refused one is promised.
+
+Owns what was measured: the stages of starts by model, host and origin (a snapshot, or ``cold``), and how long answers take.
+The arithmetic is :mod:`policies.eta`'s; nothing is decided here.
+"""
 
 from __future__ import annotations
 
-from policies.replica import Replica
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
+
+from policies import eta
+from policies.replica import COMING, Replica, State
+from policies.wire import COLD, STAGE_SAMPLES, StageKey
 
 UNKNOWN_S = 5.0
-"""Promised for a model whose start has never been seen."""
+"""Promised when nothing was ever measured."""
+_WEIGHT = 0.1
+"""Of the latest answer in the mean duration of answers."""
+
+
+class Fleet(Protocol):
+    """The replicas as this gateway sees them."""
+
+    def available(self, model: str) -> Sequence[Replica]: ...
+
+    def replicas(self) -> Sequence[Replica]: ...
 
 
 class Eta:
-    """Remembers the last start of each model, from the stages in its replicas' records."""
+    """Estimates of one gateway process.
 
-    def __init__(self) -> None:
-        self._last_s: dict[str, float] = {}
+    Args:
+        slots: model -> requests that this gateway may expect to have on its replicas at once, also while there is none.
+        clock: seconds, monotonic.
+        random: a number out of a range; stretches promises.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        *,
+        slots: Callable[[str], int],
+        clock: Callable[[], float],
+        random: Callable[[float, float], float],
+    ) -> None:
+        self._fleet = fleet
+        self._slots = slots
+        self._clock = clock
+        self._random = random
+        self._samples: dict[str, dict[StageKey, deque[float]]] = {}
+        self._latest: dict[str, tuple[str, str]] = {}
+        self._since: dict[str, float] = {}
+        self._service_s: dict[str, float] = {}
+
+    def load(self, model: str, samples: Mapping[StageKey, Iterable[float]]) -> None:
+        """Take in what the store remembers of a model, in place of what was learnt here."""
+        self._samples[model] = {key: deque(seconds, STAGE_SAMPLES) for key, seconds in samples.items()}
+        if model not in self._latest and samples:
+            restored = [key for key in samples if key.origin != COLD]
+            key = (restored or list(samples))[-1]
+            self._latest[model] = (key.host, key.origin)
 
     def learn(self, replica: Replica) -> None:
-        if replica.stages:
-            self._last_s[replica.model] = sum(stage.seconds for stage in replica.stages)
+        """Take in a record that became known: the moment of its last change, and what its start took when it has ended."""
+        self._since[replica.id] = self._clock()
+        if replica.state is not State.ADMITTED or not replica.stages:
+            return
+        known = self._samples.setdefault(replica.model, {})
+        origin = _origin(replica)
+        for stage in replica.stages:
+            known.setdefault(StageKey(replica.host, origin, stage.name), deque(maxlen=STAGE_SAMPLES)).append(stage.seconds)
+        self._latest[replica.model] = (replica.host, origin)
 
-    def seconds(self, model: str) -> float:
-        return self._last_s.get(model, UNKNOWN_S)
+    def served(self, model: str, seconds: float) -> None:
+        """A request had its slot for so long."""
+        before = self._service_s.get(model, seconds)
+        self._service_s[model] = before + _WEIGHT * (seconds - before)
+
+    def seconds(self, model: str) -> float | None:
+        """Until the first replica is there: 0 when there is one, None when no start of the model was ever measured."""
+        if self._fleet.available(model):
+            return 0.0
+        coming = [replica for replica in self._fleet.replicas() if replica.model == model and replica.state in COMING]
+        if not coming:
+            return self.start_s(model)
+        known = [seconds for replica in coming if (seconds := self._left_s(replica)) is not None]
+        return min(known) if known else None
+
+    def start_s(self, model: str) -> float | None:
+        """What a start from nothing usually takes, also while replicas run; None: never measured."""
+        usual_s = self._usual_s(model, None)
+        return eta.start_s(usual_s, state=None, done=(), elapsed_s=0.0) if usual_s else None
+
+    def wait_s(self, model: str, position: int) -> float | None:
+        """Until the request at ``position`` (1 is next) has a slot; None as for :meth:`seconds`."""
+        first_s = self.seconds(model)
+        if first_s is None:
+            return None
+        busy = bool(self._fleet.available(model))
+        service_s = self._service_s.get(model)
+        return first_s + eta.queue_s(position, slots=self._slots(model), service_s=service_s, busy=busy)
+
+    def retry_after_s(self, model: str, position: int = 1) -> int:
+        """Seconds after which a refused client should come back, from 1 to 60."""
+        expected_s = self.wait_s(model, position)
+        if expected_s is None:
+            expected_s = UNKNOWN_S
+        return eta.retry_after_s(expected_s, self._random(*eta.JITTER))
+
+    def _left_s(self, replica: Replica) -> float | None:
+        usual_s = self._usual_s(replica.model, replica)
+        if not usual_s:
+            return None
+        done = [stage.name for stage in replica.stages]
+        elapsed_s = self._clock() - self._since.get(replica.id, self._clock())
+        return eta.start_s(usual_s, state=replica.state, done=done, elapsed_s=elapsed_s)
+
+    def _usual_s(self, model: str, replica: Replica | None) -> Mapping[str, float]:
+        """Stage -> usual seconds, of the start closest to this one: same host and origin, same origin, same kind."""
+        known = self._samples.get(model, {})
+        host, origin = self._expected(model, replica)
+        kinds: tuple[Callable[[StageKey], bool], ...] = (
+            lambda key: key.host == host and key.origin == origin,
+            lambda key: key.origin == origin,
+            lambda key: (key.origin == COLD) == (origin == COLD),
+        )
+        for fits in kinds:
+            found: dict[str, list[float]] = {}
+            for key, seconds in known.items():
+                if fits(key):
+                    found.setdefault(key.stage, []).extend(seconds)
+            if found:
+                return {stage: eta.quantile(seconds) for stage, seconds in found.items()}
+        return self._rehearsed_s(known)
+
+    def _rehearsed_s(self, known: Mapping[StageKey, Sequence[float]]) -> Mapping[str, float]:
+        """A snapshot that was never restored was rehearsed when it was made: a restore with its canary."""
+        rehearsed = [seconds for key, samples in known.items() if key.stage == "rehearse" for seconds in samples]
+        return {"rehearse": eta.quantile(rehearsed)} if rehearsed else {}
+
+    def _expected(self, model: str, replica: Replica | None) -> tuple[str, str]:
+        """Host and origin of a start: as its record says, else as the last one's, whose snapshot may be new."""
+        host, origin = self._latest.get(model, ("", ""))
+        if replica is not None and replica.start is not None:
+            return replica.host, _origin(replica)
+        if origin == COLD and any(key.stage == "publish" for key in self._samples.get(model, {})):
+            origin = "its snapshot"
+        return (replica.host if replica is not None and replica.host else host), origin
+
+
+def _origin(replica: Replica) -> str:
+    return replica.snapshot or "restored" if replica.start == "restored" else COLD

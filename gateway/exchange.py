@@ -1,6 +1,6 @@
-"""A plain request and a plain reply, for everything that is not streamed.
+"""A request's head, a plain call and a plain reply, in no HTTP library's terms.
 
-Lets the admin API, the model list and the errors be written and tested without a web framework.
+Lets the data path's decisions, the admin API, the model list and the errors be written and tested without a web framework.
 """
 
 from __future__ import annotations
@@ -10,6 +10,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pydantic import BaseModel
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The head of one request, as any HTTP implementation can give it."""
+
+    method: str
+    target: str
+    """Path and query as they stand on the request line."""
+    headers: Mapping[str, str]
+    """Case-insensitive; ``items()`` gives a repeated header as often as it came."""
+    id: str
+    """The request's id: the client's own, or a new one."""
+    received: float
+    """Loop time."""
+    peer: str | None = None
+    """Address at the other end of the connection."""
+    scheme: str = "http"
+    host: str = ""
+    version: tuple[int, int] = (1, 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 
 from gateway import logs
 from gateway.errors import StoreUnavailable
@@ -33,6 +33,8 @@ class Link:
         self._followers: defaultdict[str, set[asyncio.Event]] = defaultdict(set)
         self.connected = asyncio.Event()
         """Set while the store answers and events arrive."""
+        self.on_connect: list[Callable[[], Awaitable[None]]] = []
+        """Called on each new connection, when the records have been read; may raise StoreUnavailable."""
 
     async def run(self) -> None:
         """Stay connected until cancelled."""
@@ -77,6 +79,8 @@ class Link:
         await self._store.check_schema()
         async with self._store.hints() as hints:
             await self.refresh(first=True)
+            for listener in self.on_connect:
+                await listener()
             self.connected.set()
             logs.info("store connected", seq=self._registry.seq)
             # Not a TaskGroup: in Python 3.11 it leaves this task marked as being cancelled, for good.

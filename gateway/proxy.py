@@ -19,6 +19,7 @@ from aiohttp import web
 
 from gateway import envelope, errors, logs
 from gateway.current import Current
+from gateway.downstream import REQUEST_ID
 from gateway.errors import GatewayError
 from gateway.eta import Eta
 from gateway.ledger import Ledger
@@ -29,7 +30,6 @@ from gateway.waitroom import Refused, Ticket, Waitroom
 from policies.config import Model
 from policies.replica import Replica
 
-REQUEST_ID = web.RequestKey("request_id", str)
 MAX_TURNS = 8
 """Slots that one request may be given before its replicas' being unreachable is its answer."""
 BODY_PAUSE_S = 30.0
@@ -240,8 +240,8 @@ class Proxy:
     def _refusal(self, refused: Refused, ticket: Ticket) -> GatewayError:
         code = refused.reject.code
         self._metrics.queue_wait.labels(ticket.model, _OUTCOMES.get(code, "timeout")).observe(ticket.waited_s)
-        eta_s = self._eta.seconds(ticket.model) if not self._registry.available(ticket.model) else 1.0
-        return errors.refusal(code, model=ticket.model, detail=refused.reject.detail, eta_s=eta_s)
+        promise_s = self._eta.retry_after_s(ticket.model)
+        return errors.refusal(code, model=ticket.model, detail=refused.reject.detail, retry_after_s=promise_s)
 
     def _account(self, request: web.Request, trail: _Trail, seconds: float) -> None:
         metrics, model = self._metrics, self._metrics.model(trail.model)

@@ -10,12 +10,12 @@ from typing import Any
 
 from aiohttp import web
 
-from gateway import envelope, errors, logs
+from gateway import dialects, envelope, errors, logs
 from gateway.admin import MAX_BODY_BYTES
+from gateway.downstream import REQUEST_ID
 from gateway.errors import GatewayError
 from gateway.exchange import Call, Reply
 from gateway.life import Life
-from gateway.proxy import REQUEST_ID
 
 LIFE = web.AppKey("life", Life)
 _CUT_S = 0.25
@@ -49,9 +49,9 @@ async def shape(request: web.Request, handler: Callable[[web.Request], Awaitable
     try:
         return await handler(request)
     except GatewayError as error:
-        return _response(errors.render(error))
+        return _response(dialects.of(request.path).render(error, request[REQUEST_ID]))
     except web.HTTPException as error:
-        return _response(errors.render(_translated(request, error)))
+        return _response(dialects.of(request.path).render(_translated(request, error), request[REQUEST_ID]))
     except Exception as error:
         logs.error("bug", error, request_id=request[REQUEST_ID], path=request.path)
         if request.writer.output_size > 0:

@@ -23,7 +23,7 @@ from redis.exceptions import RedisError
 from gateway import logs
 from gateway.errors import StoreUnavailable
 from policies.replica import Replica
-from policies.wire import REPORT_TTL_MS, SCHEMA, Failure, GatewayReport, Hint, HostReport, Keys, Operation
+from policies.wire import REPORT_TTL_MS, SCHEMA, Failure, GatewayReport, Hint, HostReport, Keys, Operation, StageKey
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -109,6 +109,12 @@ class Store:
             failure = _decoded(Failure, text) if text else None
             found[model] = None if failure is None else (failure, max(ttl_ms, 0) / 1000)
         return Snapshot(int(seq or 0), replicas, found)
+
+    async def stages(self, model: str) -> Mapping[StageKey, Sequence[float]]:
+        """What each stage of the model's latest starts took, in seconds, the newest last."""
+        with _translated():
+            found: dict[str, str] = await self._client.hgetall(self.keys.stages(model))
+        return {key: samples for field, text in found.items() if (key := StageKey.of(field)) and (samples := _numbers(text))}
 
     async def report(self, report: GatewayReport, suspicions: Mapping[str, str], *, edge: bool) -> None:
         """Renew this gateway's report and pass suspicions on; ``edge``: tell everyone that it changed."""
@@ -196,6 +202,15 @@ def _heed_cancellation() -> None:
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise asyncio.CancelledError
+
+
+def _numbers(text: str) -> Sequence[float]:
+    """A JSON list of numbers; empty when it is none: an estimate can do without."""
+    try:
+        return [float(number) for number in json.loads(text)]
+    except (ValueError, TypeError):
+        logs.warning("unreadable durations", reason=text[:100])
+        return []
 
 
 def _decoded(kind: type[T], text: str) -> T | None:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, Field, JsonValue, ValidationError, field_validator, model_validator
 
 from policies.groups import Group
 from policies.holding import Bounds, Hold
@@ -86,6 +86,8 @@ class Model(Section):
 
     engine: Engine
     aliases: tuple[str, ...] = ()
+    served_name: str | None = None
+    """What the engine knows it by: put into each request in place of the client's name for it. None: that one stays."""
     weights: tuple[str, ...] = ()
     """Files or folders whose content is part of the snapshot's identity; a changed byte makes old snapshots unfit."""
     on_cold: Literal["hold", "reject"] = "hold"
@@ -94,8 +96,8 @@ class Model(Section):
     """After a failed restore: start the engine cold (and say so), or answer 503 ``restore_failed``."""
     on_no_snapshot: Literal["cold", "reject"] = "cold"
     hold: Hold = Hold()
-    defaults: Mapping[str, Any] = {}
-    """Parameters put into a request's body where the client left them out."""
+    defaults: Mapping[str, JsonValue] = {}
+    """Parameters put into a request's body where the client left them out (or where :attr:`strip` took them out)."""
     strip: tuple[str, ...] = ()
     """Parameters taken out of a request's body before the engine sees it."""
     balance: Balance = "least_outstanding"
@@ -125,6 +127,12 @@ class Model(Section):
     """From dispatch to the end of the response; None: for as long as it moves."""
     snapshot: SnapshotPolicy = SnapshotPolicy()
     canary: Canary = Canary()
+
+    @model_validator(mode="after")
+    def _routing_is_fixed(self) -> Model:
+        for key in {"model", "stream"} & {*self.defaults, *self.strip}:
+            raise ValueError(f"defaults and strip cannot change {key!r}: requests are routed and answered by it")
+        return self
 
     @model_validator(mode="after")
     def _keep_fits(self) -> Model:

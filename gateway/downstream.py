@@ -1,0 +1,126 @@
+"""The client's side of a request: a head, a body in pieces, and one of two ends, a proper one or a cut.
+
+:class:`Downstream` is all that the data path asks of a client's connection; here it is made of aiohttp's request. A body
+that was cut never looks complete: its connection ends without the mark of a proper end. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import struct
+from typing import Protocol
+
+from aiohttp import web
+
+from gateway.envelope import Pairs
+from gateway.exchange import Head
+
+REQUEST_ID = web.RequestKey("request_id", str)
+_LINGER_S = 5.0
+"""How long a client may take to read what was sent before the cut."""
+
+
+class ClientGone(Exception):
+    """The client's connection has ended: nothing more can be sent."""
+
+
+class Downstream(Protocol):
+    """One client that waits for one answer. What it sends last is a :meth:`finish` or a :meth:`cut`."""
+
+    @property
+    def begun(self) -> bool:
+        """A head was sent: no status can be told any more."""
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """HTTP's, of the request."""
+
+    async def head(self, status: int, reason: str | None, headers: Pairs) -> None:
+        """Send the head of the answer. Raises ClientGone."""
+
+    async def write(self, data: bytes) -> None:
+        """Send a piece of the body at once; waits while the client does not take it. Raises ClientGone."""
+
+    async def finish(self) -> None:
+        """End the body properly. Raises ClientGone."""
+
+    async def cut(self, frame: bytes = b"") -> None:
+        """Send ``frame`` if that needs no waiting, and end the connection so that nobody takes the body for complete."""
+
+    def abort(self) -> None:
+        """Drop the connection, whatever was still to be sent."""
+
+
+class AiohttpDownstream:
+    """A request that aiohttp's server has accepted. Its handler returns :attr:`response` when all has been sent."""
+
+    def __init__(self, request: web.Request) -> None:
+        self._request = request
+        self.response: web.StreamResponse | None = None
+
+    @property
+    def begun(self) -> bool:
+        return self.response is not None
+
+    @property
+    def version(self) -> tuple[int, int]:
+        return self._request.version.major, self._request.version.minor
+
+    async def head(self, status: int, reason: str | None, headers: Pairs) -> None:
+        self.response = web.StreamResponse(status=status, reason=reason, headers=headers)
+        try:
+            await self.response.prepare(self._request)
+        except ConnectionError as error:
+            raise ClientGone from error
+
+    async def write(self, data: bytes) -> None:
+        assert self.response is not None
+        try:
+            await self.response.write(data)
+        except ConnectionError as error:
+            raise ClientGone from error
+
+    async def finish(self) -> None:
+        assert self.response is not None
+        try:
+            await self.response.write_eof()
+        except ConnectionError as error:
+            raise ClientGone from error
+
+    async def cut(self, frame: bytes = b"") -> None:
+        transport, response = self._request.transport, self.response
+        assert response is not None
+        if transport is None or transport.is_closing():
+            return
+        if frame and transport.get_write_buffer_size() == 0:
+            with contextlib.suppress(ConnectionError):
+                await response.write(frame)
+        if self.version < (1, 1) and response.content_length is None:
+            # Such a body ends with the connection: only a reset tells the client that this is not the end.
+            connection: socket.socket = transport.get_extra_info("socket")
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            transport.abort()
+            return
+        transport.close()
+        asyncio.get_running_loop().call_later(_LINGER_S, transport.abort)
+
+    def abort(self) -> None:
+        if self._request.transport is not None:
+            self._request.transport.abort()
+
+
+def head_of(request: web.Request) -> Head:
+    """The head of a request that has just arrived."""
+    return Head(
+        method=request.method,
+        target=request.rel_url.raw_path_qs,
+        headers=request.headers,
+        id=request[REQUEST_ID],
+        received=asyncio.get_running_loop().time(),
+        peer=request.remote,
+        scheme=request.scheme,
+        host=request.host,
+        version=(request.version.major, request.version.minor),
+    )

@@ -1,0 +1,52 @@
+"""What became of one request: plain facts, filled in on its way, for metrics, the access log and tenants' accounts.
+
+Never holds a prompt, an answer or a key.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Phase = Literal["reading", "held", "dispatched", "streaming"]
+
+
+@dataclass(slots=True)
+class Trail:
+    """One request. Times are seconds; counts of tokens are the engine's own."""
+
+    id: str
+    route: str
+    """Bounded: the name of a route, never a path that a client made up."""
+    since: float
+    """Loop time at which its head had arrived."""
+    method: str = "POST"
+    tenant: str = ""
+    model: str | None = None
+    """A configured model; None until one was found."""
+    asked: str = ""
+    """The name that the client gave."""
+    stream: bool = False
+    phase: Phase = "reading"
+    status: int = 499
+    """What the client got; 499: it left before."""
+    code: str = "client_left"
+    """Why it ended early, as in the error that says so; empty for an answer of a replica that came whole."""
+    start: str = "none"
+    """How the replica was started: ``restored`` or ``cold``."""
+    replica: str = ""
+    incarnation: str = ""
+    committed: bool = False
+    """The head was sent while it was still held."""
+    retries: int = 0
+    """Times it was sent again."""
+    client_retry: bool = False
+    """It says that it is a client's repetition."""
+    waited_s: float = 0.0
+    first_byte_s: float | None = None
+    """From its head to the first byte of the answer's head."""
+    seconds: float = 0.0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
