@@ -22,6 +22,7 @@ from redis.exceptions import RedisError
 
 from gateway import logs
 from gateway.errors import StoreUnavailable
+from policies.limits import SHARE, Claim, Settled
 from policies.replica import Replica
 from policies.wire import REPORT_TTL_MS, SCHEMA, Failure, GatewayReport, Hint, HostReport, Keys, Operation, StageKey
 
@@ -60,6 +61,7 @@ class Store:
         # A subscription must not reconnect behind our back: messages would be lost and nothing read again.
         self._listener: Any = redis.asyncio.from_url(url, retry=Retry(NoBackoff(), 0), health_check_interval=5, **common)
         self._script = self._client.register_script(Path(__file__).with_name("operations.lua").read_text())
+        self._budgets = self._client.register_script(Path(__file__).with_name("limits.lua").read_text())
 
     async def close(self) -> None:
         with contextlib.suppress(RedisError, OSError):
@@ -157,16 +159,23 @@ class Store:
             text = await self._client.get(self.keys.operation(id))
         return _decoded(Operation, text) if text else None
 
-    async def run(self, command: str, model: str, arguments: Mapping[str, object]) -> tuple[str, Operation | None]:
-        """Run one command of operations.lua; returns its verdict and the operation."""
+    async def run(self, command: str, model: str, arguments: Mapping[str, object], *, group: str = "") -> tuple[str, str]:
+        """Run one command of operations.lua; its verdict, and what comes with it as JSON (or nothing)."""
         keys = self.keys
-        prefixes = {"operation_key": keys.operation(""), "job_key": keys.job(""), "host_jobs_key": keys.host_jobs("")}
+        prefixes = {
+            "operation_key": keys.operation(""),
+            "job_key": keys.job(""),
+            "host_jobs_key": keys.host_jobs(""),
+            "starts_key": keys.starts(""),
+            "tenure_key": keys.tenure(""),
+        }
+        own = [keys.starts(model), keys.active(model), keys.failure(model)]
         with _translated():
             verdict, text = await self._script(
-                keys=[keys.replicas, keys.jobs, keys.starts(model), keys.active(model), keys.failure(model), keys.events],
+                keys=[keys.replicas, keys.jobs, *own, keys.events, keys.group(group), keys.preloaded],
                 args=[command, json.dumps({**arguments, **prefixes, "model": model})],
             )
-        return verdict, _decoded(Operation, text) if text else None
+        return verdict, text
 
     async def _members(self, index: str, key: Any) -> tuple[dict[str, str], list[str]]:
         """Members of a set whose own key is alive (with its value), and those whose key has expired."""
