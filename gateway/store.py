@@ -23,6 +23,7 @@ from redis.exceptions import RedisError
 from gateway import logs
 from gateway.errors import StoreUnavailable
 from policies.limits import SHARE, Claim, Settled
+from policies.limits import SHARE, Claim, Settled
 from policies.replica import Replica
 from policies.wire import REPORT_TTL_MS, SCHEMA, Failure, GatewayReport, Hint, HostReport, Keys, Operation, StageKey
 
@@ -61,6 +62,7 @@ class Store:
         # A subscription must not reconnect behind our back: messages would be lost and nothing read again.
         self._listener: Any = redis.asyncio.from_url(url, retry=Retry(NoBackoff(), 0), health_check_interval=5, **common)
         self._script = self._client.register_script(Path(__file__).with_name("operations.lua").read_text())
+        self._budgets = self._client.register_script(Path(__file__).with_name("limits.lua").read_text())
         self._budgets = self._client.register_script(Path(__file__).with_name("limits.lua").read_text())
 
     async def close(self) -> None:
@@ -176,6 +178,15 @@ class Store:
                 args=[command, json.dumps({**arguments, **prefixes, "model": model})],
             )
         return verdict, text
+
+    async def settle(self, claims: Sequence[Claim]) -> Sequence[Settled]:
+        """Settle tenants' budgets (limits.lua): one answer for each claim."""
+        arguments = [
+            {**claim._asdict(), "requests": claim.requests or 0, "tokens": claim.tokens or 0, "share": SHARE} for claim in claims
+        ]
+        with _translated():
+            answers = await self._budgets(keys=[self.keys.budget(c.tenant) for c in claims], args=[json.dumps(arguments)])
+        return [Settled(int(granted), float(requests), float(tokens)) for granted, requests, tokens in answers]
 
     async def _members(self, index: str, key: Any) -> tuple[dict[str, str], list[str]]:
         """Members of a set whose own key is alive (with its value), and those whose key has expired."""
