@@ -23,7 +23,7 @@ from gateway.life import Handler, Life
 from gateway.link import Link
 from gateway.metrics import Metrics
 from gateway.models import Models
-from gateway.operations import Operations
+from gateway.operations import Operations, Sharing
 from gateway.proxy import Proxy
 from gateway.registry import Registry
 from gateway.report import Reporter
@@ -70,10 +70,10 @@ def compose(settings: Settings, metrics: Metrics) -> Gateway:
     store = Store(settings.store_url, config.store.namespace)
     ledger, registry, upstreams = Ledger(models, loop.time), Registry(models), Upstreams()
     link = Link(store, registry, models)
-    operations = Operations(store, link)
+    operations = Operations(store, link, lambda model: Sharing.of(current.config, model))
     reporter = Reporter(settings.id, store=store, ledger=ledger, registry=registry)
-    scaler = Scaler(current, registry=registry, reporter=reporter, operations=operations)
     eta = Eta(registry, slots=lambda model: _slots(current, registry, reporter, model), clock=loop.time, random=random.uniform)
+    scaler = Scaler(current, registry=registry, reporter=reporter, operations=operations, cost_s=eta.start_s)
     waitroom = Waitroom(current, fleet=registry, capacity=Slices(lambda: reporter.gateways), ledger=ledger)
     gateway = Gateway(
         settings=settings,
@@ -125,6 +125,7 @@ def _connect(gateway: Gateway) -> None:
         waitroom.pump(model)
         gateway.upstreams.retain(registry.incarnations())
         edge(model)
+        scaler.poke_mates(model)
 
     def peers_changed() -> None:
         for model in gateway.current.config.models:

@@ -7,15 +7,17 @@ nothing of demand, nor of who may ask.
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 from gateway.errors import Busy
 from gateway.store import Store
-from policies.wire import OPERATION_TTL_S, Operation, OperationState, Reason
+from policies.config import Config
+from policies.wire import OPERATION_TTL_S, WAITING_TTL_MS, Operation, OperationState, Reason
 
 _REREAD_S = 5.0
 """An operation that is followed is read again after this long even without an event: one may have been lost."""
@@ -35,19 +37,89 @@ class Outcome:
     created: bool
 
 
-class Operations:
-    """Every method raises :class:`gateway.errors.StoreUnavailable`; repeating a call is always safe."""
+class Sharing(NamedTuple):
+    """The group of a model, as the store needs it to keep its bound."""
 
-    def __init__(self, store: Store, events: Events) -> None:
+    name: str
+    members: int
+    models: Sequence[str]
+    pinned: bool
+
+    @classmethod
+    def of(cls, config: Config, model: str) -> Sharing | None:
+        """None: the model is in no group, or in no configuration."""
+        spec = config.models.get(model)
+        if spec is None or spec.group is None:
+            return None
+        models = [name for name, other in config.models.items() if other.group == spec.group]
+        return cls(spec.group, config.groups[spec.group].members, models, spec.pinned)
+
+
+class Seated(NamedTuple):
+    """A model that has a place in a group, as the store sees it."""
+
+    model: str
+    leaving: bool
+    serving_s: float | None
+    """None: a start, or a snapshot, of it is under way."""
+
+
+class Queued(NamedTuple):
+    """A model that waits for one."""
+
+    model: str
+    yields: bool
+    waited_s: float
+
+
+class Crowded(Busy):
+    """The model's group has no place for it now. Unless an operator asked, it queues for one while it is asked again."""
+
+    def __init__(self, model: str, group: str, seated: Sequence[Seated], queue: Sequence[Queued]) -> None:
+        self.seated, self.queue = seated, queue
+        taken = ", ".join(repr(one.model) for one in seated if one.model != model) or "those that wait for one"
+        super().__init__(
+            f"Group {group!r} has no place for {model!r}: {taken} come first. Scale one of them down, or send a request: models "
+            "that requests wait for take turns."
+        )
+
+
+class Operations:
+    """Every method raises :class:`gateway.errors.StoreUnavailable`; repeating a call is always safe.
+
+    Args:
+        sharing: the group that a model is in.
+    """
+
+    def __init__(self, store: Store, events: Events, sharing: Callable[[str], Sharing | None] = lambda model: None) -> None:
         self._store = store
         self._events = events
+        self._sharing = sharing
 
-    async def scale_up(self, model: str, target: int, reason: Reason) -> Outcome | None:
+    async def scale_up(self, model: str, target: int, reason: Reason, *, yields: bool = False) -> Outcome | None:
         """At least ``target`` replicas of ``model``, admitted or on their way.
 
+        Args:
+            yields: nobody waits for them; whom somebody waits for comes first.
+
         Returns None when a failure stands against the model; only ``admin`` may try in spite of it.
+
+        Raises:
+            Crowded: the model's group is full.
         """
-        return await self._run("scale_up", model, reason, target=target)
+        return await self._run("scale_up", model, reason, target=target, yields=yields)
+
+    async def preload(self, model: str) -> Outcome | None:
+        """One replica of ``model``, if nobody has called this since the installation started; else None.
+
+        Raises:
+            Crowded: the model's group is full; it will not be preloaded any more.
+        """
+        return await self._run("preload", model, "preload", target=1, yields=True)
+
+    async def displace(self, victim: str, *, asker: str, min_tenure_s: float, detail: str) -> Outcome | None:
+        """Stop all replicas of ``victim``, for ``asker`` to have its place; None when that is not (or no longer) right."""
+        return await self._run("displace", victim, "group", asker=asker, min_tenure_ms=int(min_tenure_s * 1000), detail=detail)
 
     async def scale_down(self, model: str, target: int, inflight: Mapping[str, int], replica: str = "") -> Outcome | None:
         """At most ``target`` admitted replicas of ``model``: the idlest drain and stop; or just ``replica`` (a slot id).
@@ -57,10 +129,14 @@ class Operations:
 
         Returns None when ``replica`` is given and is neither admitted nor already stopping.
         """
-        return await self._run("scale_down", model, "admin", target=target, inflight=inflight, replica=replica)
+        return await self._run("scale_down", model, "admin", target=target, inflight=dict(inflight), replica=replica)
 
     async def create_snapshot(self, model: str) -> Outcome:
-        """Start a donor, capture it, publish the snapshot."""
+        """Start a donor, capture it, publish the snapshot.
+
+        Raises:
+            Crowded: the model's group is full.
+        """
         outcome = await self._run("snapshot", model, "admin")
         if outcome is None:
             raise Busy(f"No snapshot of {model!r} can be made now.")
@@ -86,23 +162,27 @@ class Operations:
                 except TimeoutError:
                     continue
 
-    async def _run(
-        self,
-        command: str,
-        model: str,
-        reason: Reason,
-        *,
-        target: int = 0,
-        inflight: Mapping[str, int] | None = None,
-        replica: str = "",
-    ) -> Outcome | None:
-        arguments = {
-            "operation": f"op-{secrets.token_hex(8)}",
-            "reason": reason,
-            "target": target,
-            "replica": replica,
-            "inflight": dict(inflight or {}),
-            "ttl_s": OPERATION_TTL_S,
-        }
-        verdict, operation = await self._store.run(command, model, arguments)
-        return None if operation is None else Outcome(operation, verdict == "created")
+    async def _run(self, command: str, model: str, reason: Reason, **arguments: Any) -> Outcome | None:
+        sharing = self._sharing(model)
+        usual: dict[str, Any] = {"target": 0, "replica": "", "inflight": {}, "ttl_s": OPERATION_TTL_S, "reason": reason}
+        group: dict[str, Any] = {} if sharing is None else {"group": {**sharing._asdict(), "ttl_ms": WAITING_TTL_MS}}
+        verdict, text = await self._store.run(
+            command,
+            model,
+            {"operation": f"op-{secrets.token_hex(8)}", **usual, **group, **arguments},
+            group="" if sharing is None else sharing.name,
+        )
+        if verdict == "crowded" and sharing is not None:
+            raise _crowded(model, sharing.name, json.loads(text))
+        return Outcome(Operation.model_validate_json(text), verdict == "created") if text else None
+
+
+def _crowded(model: str, group: str, found: Mapping[str, Any]) -> Crowded:
+    """What the script tells; an empty list of its language reads as a mapping, and is as empty."""
+    seated = [Seated(one["model"], one["leaving"], _seconds(one.get("serving_ms"))) for one in found["members"]]
+    queue = [Queued(one["model"], one["yields"], one["waited_ms"] / 1000) for one in found["waiting"]]
+    return Crowded(model, group, seated, queue)
+
+
+def _seconds(ms: float | None) -> float | None:
+    return None if ms is None else ms / 1000

@@ -52,6 +52,12 @@ class Reporter:
             report.models[model].demand for report in self._peers.values() if model in report.models
         )
 
+    def arrivals(self, model: str) -> int:
+        """Requests for the model ever accepted, over all live gateways; a change means activity even if demand is 0."""
+        return self._ledger.load(model).arrivals + sum(
+            report.models[model].arrivals for report in self._peers.values() if model in report.models
+        )
+
     def inflight(self) -> Mapping[str, int]:
         """incarnation -> requests in flight over all gateways."""
         total = dict(self._ledger.replicas())
