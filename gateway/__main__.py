@@ -1,7 +1,7 @@
 """``python -m gateway``: one worker process, from its arguments to its exit code.
 
-Reads what it must as whoever started it, binds its port, and gives root up before it speaks to anybody. Exit codes:
-0 ended by a signal, 1 failed, 2 cannot start as told.
+Reads what it must as whoever started it, takes or binds its sockets, and gives root up before it speaks to anybody. SIGHUP
+reads the configuration again; SIGTERM drains. Exit codes: 0 ended by a signal, 1 failed, 2 cannot start as told.
 """
 
 from __future__ import annotations
@@ -22,35 +22,54 @@ from aiohttp import web
 from gateway import app as application
 from gateway import logs, metrics, server, settings
 from gateway.errors import StoreUnavailable
+from gateway.handover import Line, NoAnswer, listeners, notify
+from gateway.life import Life
+from gateway.reload import Rejected, Reloader
 from gateway.settings import Settings, SettingsError
 from gateway.store import Store, WrongSchema
+from gateway.tls import CertificateError
 
 _BACKLOG = 4096
+_FIRST_LOOK_S = 2.0
+"""How long a new process waits for its first look at the store before it serves without."""
+_IDLE_S = 1.0
+"""While draining, a connection that a client keeps may bring one more request within this time."""
+_REFUSE_S = 1.0
+"""How long the refusals at the end of the drain may take to reach their clients."""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one worker until SIGTERM or SIGINT."""
     logs.setup()
     try:
-        told = _settings(argv)
-        listener = _bind(told.config.gateway.host, told.config.gateway.port)
+        told, line, sockets = _told(argv)
         folder = _metrics_folder(Path(told.config.run_dir))
         if os.geteuid() == 0:
             _drop_root(told.config.gateway.user, folder)
-        return uvloop.run(_serve(told, listener, folder))
-    except (SettingsError, WrongSchema) as error:
+        return uvloop.run(_serve(told, line, sockets, folder))
+    except (SettingsError, WrongSchema, CertificateError) as error:
         print(f"gateway: {error}", file=sys.stderr)
         return 2
 
 
-def _settings(argv: list[str] | None) -> Settings:
+def _told(argv: list[str] | None) -> tuple[Settings, Line | None, list[socket.socket]]:
+    """What the arguments say; the line to a supervisor, if there is one; the sockets to serve on."""
     parser = argparse.ArgumentParser("python -m gateway", description="One gateway worker.")
     parser.add_argument("--config", type=Path, required=True, help="the YAML file")
     parser.add_argument("--store", required=True, help="URL of the store: redis://, rediss:// or unix://")
     parser.add_argument("--admin-token-file", type=Path, required=True, help="file with the token of the admin API")
     parser.add_argument("--worker", type=int, default=0, help="number of this worker; workers share one port")
+    parser.add_argument("--listen-fd", type=int, help="a bound socket to serve on, instead of one of our own")
+    parser.add_argument("--control-fd", type=int, help="the line to a supervisor, which has the configuration")
     told = parser.parse_args(argv)
-    return settings.load(config=told.config, store_url=told.store, admin_token_file=told.admin_token_file, worker=told.worker)
+    line = None if told.control_fd is None else Line(told.control_fd)
+    try:
+        source = told.config if line is None else line.first()
+        sockets = listeners(os.environ, told.listen_fd)
+    except (ValueError, OSError) as error:
+        raise SettingsError(f"what this process was started with is not usable: {error}") from None
+    found = settings.load(config=source, store_url=told.store, admin_token_file=told.admin_token_file, worker=told.worker)
+    return found, line, sockets or [_bind(found.config.gateway.host, found.config.gateway.port)]
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -101,29 +120,84 @@ def _drop_root(user: str, folder: Path) -> None:
     raise SettingsError("root was given up and could be regained; refusing to serve")
 
 
-async def _serve(told: Settings, listener: socket.socket, folder: Path) -> int:
+async def _serve(told: Settings, line: Line | None, sockets: list[socket.socket], folder: Path) -> int:
     """Serve until a signal comes or a vital part dies; drain; say how it ended."""
-    stop = asyncio.Event()
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, stop.set)
     await _check_schema(told)
     series = metrics.Metrics(told.config.models, version=_version(), shared=metrics.share(folder), observer=told.worker == 0)
-    app = application.build(told, series)
-    life, runner = app[server.LIFE], server.Runner(app)
+    if line is not None:
+        await line.open()
+    app = application.build(told, series, line)
+    gateway, life, runner = app[application.GATEWAY], app[server.LIFE], server.Runner(app)
+    hangup = _Hangup(gateway.reloader)
+    loop.add_signal_handler(signal.SIGHUP, hangup)
     await runner.setup()
     try:
-        await web.SockSite(runner, listener, backlog=_BACKLOG).start()
-        host, port = listener.getsockname()[:2]
-        print(f"gateway {told.id} listening on http://{f'[{host}]' if ':' in host else host}:{port}", file=sys.stderr, flush=True)
+        await _first(stop, life.crashed, gateway.link.connected, within_s=_FIRST_LOOK_S)
+        for listener in sockets:
+            tls = None if gateway.certificates is None else gateway.certificates.context
+            await web.SockSite(runner, listener, backlog=_BACKLOG, ssl_context=tls).start()
+            print(f"gateway {told.id} listening on {_url(listener, tls is not None)}", file=sys.stderr, flush=True)
+        if line is not None:
+            line.ready(connected=gateway.link.connected.is_set())
+        notify("READY=1")
         await _first(stop, life.crashed)
-        life.drain()
-        for site in runner.sites:
-            await site.stop()
-        drained = await life.quiet(told.config.gateway.drain_s)
-        logs.info("stopping", drained=drained, open=life.open)
+        notify("STOPPING=1")
+        await _drain(life, runner, gateway.current.config.gateway.drain_s)
     finally:
         await runner.cleanup()
     return 1 if life.crashed.is_set() else 0
+
+
+class _Hangup:
+    """What SIGHUP does: one reload after the other, each with its outcome in the log."""
+
+    def __init__(self, reloader: Reloader) -> None:
+        self._reloader = reloader
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._lock = asyncio.Lock()
+
+    def __call__(self) -> None:
+        task = asyncio.create_task(self._reload())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _reload(self) -> None:
+        async with self._lock:
+            try:
+                changes = await self._reloader.reload()
+            except NoAnswer as error:
+                logs.warning("reload", reason=str(error))
+            except Rejected:
+                pass  # whoever read the file has said why
+            else:
+                logs.info("reloaded", restart_needed=list(changes.restart))
+
+
+async def _drain(life: Life, runner: server.Runner, drain_s: float) -> None:
+    """Accept nothing new, finish what is open or held, and refuse what is still held when the time is over."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + drain_s
+    life.drain()
+    for site in list(runner.sites):
+        await site.stop()
+    drained = await life.quiet(drain_s)
+    if drained:
+        await runner.emptied(min(_IDLE_S, deadline - loop.time()))
+        drained = await life.quiet(deadline - loop.time())
+    life.refuse()
+    if not drained:
+        await life.quiet(_REFUSE_S)
+    logs.info("stopping", drained=drained, open=life.open)
+
+
+def _url(listener: socket.socket, tls: bool) -> str:
+    if listener.family == socket.AF_UNIX:
+        return f"unix:{listener.getsockname()}"
+    host, port = listener.getsockname()[:2]
+    return f"http{'s' if tls else ''}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 async def _check_schema(told: Settings) -> None:
@@ -137,9 +211,9 @@ async def _check_schema(told: Settings) -> None:
         await store.close()
 
 
-async def _first(*events: asyncio.Event) -> None:
+async def _first(*events: asyncio.Event, within_s: float | None = None) -> None:
     waits = [asyncio.create_task(event.wait()) for event in events]
-    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait(waits, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
     for wait in waits:
         wait.cancel()
 

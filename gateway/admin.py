@@ -63,12 +63,12 @@ class Admin:
         self._operations = operations
 
     async def models(self, call: Call) -> Reply:
-        self._authorize(call)
+        self.authorize(call)
         return reply({"models": [self._model(name) for name in self._current.config.models]})
 
     async def replicas(self, call: Call) -> Reply:
         """Every replica's record, with its requests in flight over all gateways."""
-        self._authorize(call)
+        self.authorize(call)
         inflight = self._reporter.inflight()
         return reply(
             {
@@ -80,15 +80,15 @@ class Admin:
 
     async def snapshots(self, call: Call) -> Reply:
         """What each host's restorer says it has."""
-        self._authorize(call)
+        self.authorize(call)
         return reply({"hosts": list(await self._store.hosts())})
 
     async def create_snapshot(self, call: Call) -> Reply:
-        self._authorize(call)
+        self.authorize(call)
         return _accepted(await self._operations.create_snapshot(self._known(_parsed(_Snapshot, call).model)))
 
     async def scale_up(self, call: Call) -> Reply:
-        self._authorize(call)
+        self.authorize(call)
         body = _parsed(_ScaleUp, call)
         model = self._known(body.model)
         most = self._current.config.models[model].max_replicas
@@ -101,7 +101,7 @@ class Admin:
 
     async def scale_down(self, call: Call) -> Reply:
         """202 and an operation that drains and stops; with ``if_idle`` 409 while anybody uses the model."""
-        self._authorize(call)
+        self.authorize(call)
         body = _parsed(_ScaleDown, call)
         model = self._known(body.model)
         await self._reporter.look()
@@ -115,7 +115,7 @@ class Admin:
 
     async def drain(self, call: Call) -> Reply:
         """Stop one replica, given by its slot (``model#slot``), once its requests have ended."""
-        self._authorize(call)
+        self.authorize(call)
         replica = _parsed(_Drain, call).replica
         record = next((r for r in self._registry.replicas() if r.id == replica), None)
         outcome = None
@@ -127,14 +127,15 @@ class Admin:
 
     async def operation(self, call: Call) -> Reply:
         """An operation; ``?wait=SECONDS`` (at most 60) answers when it has ended, or then."""
-        self._authorize(call)
+        self.authorize(call)
         id = call.params["id"]
         found = await self._operations.wait(id, _wait_s(call.query.get("wait", "0")))
         if found is None:
             raise NotFound(f"There is no operation {id!r}; they are forgotten a day after their end.")
         return reply(found)
 
-    def _authorize(self, call: Call) -> None:
+    def authorize(self, call: Call) -> None:
+        """Raises Unauthorized unless the call carries the token."""
         scheme, _, token = (call.authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not hmac.compare_digest(token.strip().encode(), self._token):
             raise Unauthorized("The admin API needs `Authorization: Bearer TOKEN`.", headers={"WWW-Authenticate": "Bearer"})

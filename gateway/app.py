@@ -18,6 +18,7 @@ from gateway.capacity import Slices
 from gateway.current import Current
 from gateway.eta import Eta
 from gateway.gauges import Gauges
+from gateway.handover import Line
 from gateway.ledger import Ledger
 from gateway.life import Handler, Life
 from gateway.link import Link
@@ -26,12 +27,15 @@ from gateway.models import Models
 from gateway.operations import Operations, Sharing
 from gateway.proxy import Proxy
 from gateway.registry import Registry
+from gateway.reload import Reloader
 from gateway.report import Reporter
 from gateway.scaling import Scaler
 from gateway.settings import Settings
 from gateway.store import Store
+from gateway.tls import Certificates
 from gateway.upstream import Upstreams
 from gateway.waitroom import Waitroom
+from policies.config import Config
 
 INFERENCE = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 
@@ -57,13 +61,19 @@ class Gateway:
     proxy: Proxy
     admin: Admin
     models: Models
+    certificates: Certificates | None
+    reloader: Reloader
 
 
 GATEWAY = web.AppKey("gateway", Gateway)
 
 
-def compose(settings: Settings, metrics: Metrics) -> Gateway:
-    """Make the parts and connect them. Needs a running event loop; nothing is started."""
+def compose(settings: Settings, metrics: Metrics, line: Line | None = None) -> Gateway:
+    """Make the parts and connect them. Needs a running event loop; nothing is started.
+
+    Raises:
+        CertificateError: certificate and key cannot be used.
+    """
     loop = asyncio.get_running_loop()
     current, config = Current(settings.config), settings.config
     models = list(config.models)
@@ -75,6 +85,8 @@ def compose(settings: Settings, metrics: Metrics) -> Gateway:
     eta = Eta(registry, slots=lambda model: _slots(current, registry, reporter, model), clock=loop.time, random=random.uniform)
     scaler = Scaler(current, registry=registry, reporter=reporter, operations=operations, cost_s=eta.start_s)
     waitroom = Waitroom(current, fleet=registry, capacity=Slices(lambda: reporter.gateways), ledger=ledger)
+    admin = Admin(current, settings.admin_token, store=store, registry=registry, reporter=reporter, operations=operations)
+    certificates = None if settings.pem is None else Certificates(settings.pem)
     gateway = Gateway(
         settings=settings,
         current=current,
@@ -91,8 +103,17 @@ def compose(settings: Settings, metrics: Metrics) -> Gateway:
         metrics=metrics,
         gauges=Gauges(current, ledger=ledger, registry=registry, link=link, metrics=metrics),
         proxy=Proxy(current, ledger=ledger, registry=registry, waitroom=waitroom, upstreams=upstreams, eta=eta, metrics=metrics),
-        admin=Admin(current, settings.admin_token, store=store, registry=registry, reporter=reporter, operations=operations),
+        admin=admin,
         models=Models(current, registry),
+        certificates=certificates,
+        reloader=Reloader(
+            current,
+            certificates=certificates,
+            file=settings.file,
+            line=line,
+            authorize=admin.authorize,
+            report=metrics.config_last_reload_successful.set,
+        ),
     )
     registry.on_record += [metrics.record, lambda before, after: eta.learn(after)]
     link.on_connect.append(lambda: _remember(gateway, eta))
@@ -132,8 +153,8 @@ def _connect(gateway: Gateway) -> None:
             waitroom.pump(model)
 
     def drain() -> None:
-        reporter.draining = True
-        waitroom.drain()
+        # A successor in this worker's place observes from here on, and nothing is counted twice.
+        reporter.draining, gateway.metrics.observer = True, False
         reporter.kick()
 
     gateway.ledger.on_edge = edge
@@ -141,11 +162,24 @@ def _connect(gateway: Gateway) -> None:
     reporter.on_peers = peers_changed
     scaler.on_trigger = lambda model, outcome: triggers.labels(model, "false" if outcome.created else "true").inc()
     gateway.life.on_drain.append(drain)
+    gateway.life.on_refuse.append(waitroom.drain)
+    gateway.current.on_change.append(lambda before, after: _reloaded(gateway, before, after))
 
 
-def build(settings: Settings, metrics: Metrics) -> web.Application:
+def _reloaded(gateway: Gateway, before: Config, after: Config) -> None:
+    """Models may have come, gone or changed; the new configuration is in force already."""
+    models = list(after.models)
+    gateway.metrics.know(models)
+    gateway.link.know(models)
+    for model in {**before.models, **after.models}:
+        gateway.waitroom.pump(model)
+    for model in models:
+        gateway.scaler.poke(model)
+
+
+def build(settings: Settings, metrics: Metrics, line: Line | None = None) -> web.Application:
     """The application with all routes; its parts live from startup to cleanup. Needs a running event loop."""
-    gateway = compose(settings, metrics)
+    gateway = compose(settings, metrics, line)
     app = web.Application(middlewares=[server.shape], client_max_size=settings.config.gateway.max_body_bytes)
     app[GATEWAY], app[server.LIFE] = gateway, gateway.life
     app.on_response_prepare.append(server.finish_head)
@@ -174,6 +208,8 @@ def _routes(gateway: Gateway) -> tuple[tuple[str, str, Handler], ...]:
         ("POST", "/admin/v1/scale-up", admin.scale_up),
         ("POST", "/admin/v1/scale-down", admin.scale_down),
         ("POST", "/admin/v1/drain", admin.drain),
+        ("POST", "/admin/v1/reload", gateway.reloader.handle_reload),
+        ("POST", "/admin/v1/restart", gateway.reloader.handle_restart),
         ("GET", "/admin/v1/operations/{id}", admin.operation),
     )
 
@@ -181,7 +217,8 @@ def _routes(gateway: Gateway) -> tuple[tuple[str, str, Handler], ...]:
 async def _life(app: web.Application) -> AsyncIterator[None]:
     """Start the parts that live as long as the process; at the end take the report back, then let go of the store."""
     gateway = app[GATEWAY]
-    gateway.life.start((gateway.link.run(), gateway.reporter.run(), gateway.scaler.run(), gateway.gauges.run()))
+    jobs = (gateway.link.run(), gateway.reporter.run(), gateway.scaler.run(), gateway.gauges.run(), gateway.reloader.watch())
+    gateway.life.start(jobs)
     yield
     await gateway.life.stop()
     await gateway.upstreams.close()

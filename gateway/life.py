@@ -34,6 +34,8 @@ class Life:
         self.draining = False
         self.on_drain: list[Callable[[], None]] = []
         """Called once, when the drain begins."""
+        self.on_refuse: list[Callable[[], None]] = []
+        """Called at the end of the drain: whoever still waits will not be served here."""
         self.open = 0
         """Requests being answered."""
 
@@ -47,11 +49,16 @@ class Life:
             self._idle.set()
 
     def drain(self) -> None:
-        """Not ready any more; open responses go on and close their connections."""
+        """Not ready any more; what is open or held goes on, and each answer closes its connection."""
         if not self.draining:
             self.draining = True
             for listener in self.on_drain:
                 listener()
+
+    def refuse(self) -> None:
+        """The drain is over: what is held is refused, so that its client can come back to another process."""
+        for listener in self.on_refuse:
+            listener()
 
     async def quiet(self, within_s: float) -> bool:
         """Wait until no request is open; False when ``within_s`` seconds were not enough."""

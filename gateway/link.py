@@ -50,6 +50,11 @@ class Link:
             await asyncio.sleep(backoff)
             backoff = min(backoff * 2, _BACKOFF_S[1])
 
+    def know(self, models: Sequence[str]) -> None:
+        """From now on follow these models; what is in the store about a new one is read at once."""
+        self._models = models
+        self._stale.set()
+
     async def refresh(self, *, first: bool = False) -> None:
         """Read all records again; ``first``: before any was pushed on this connection.
 

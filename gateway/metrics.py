@@ -98,7 +98,7 @@ class Metrics:
     def __init__(self, models: Iterable[str], *, version: str, shared: Shared | None = None, observer: bool = True) -> None:
         self._models = frozenset(models)
         self._shared = shared
-        self._observer = observer
+        self.observer = observer
         self._slots: set[str] = set()
         self._registry = CollectorRegistry()
         self._traffic()
@@ -109,6 +109,10 @@ class Metrics:
         self.config_last_reload_successful.set(1)
         self._gauge("build_info", "Always 1.", ["version"], mode="livemax").labels(version).set(1)
         self.store_connected = self._gauge("store_connected", "1 while the store answers.", mode="livemin")
+
+    def know(self, models: Iterable[str]) -> None:
+        """Label these models with their own names; one that was known before keeps its series."""
+        self._models |= frozenset(models)
 
     def model(self, name: str | None) -> str:
         """The value of a ``model`` label."""
@@ -131,7 +135,7 @@ class Metrics:
         for state in State:
             self.replica_state.labels(after.id, state).set(after.state is state)
         known = before is not None and before.state is after.state and before.incarnation == after.incarnation
-        if before is None or known or not self._observer:
+        if before is None or known or not self.observer:
             return
         if after.state is State.ADMITTED:
             for stage in after.stages:

@@ -5,6 +5,8 @@ The one module that knows how aiohttp serves. Knows no part of the gateway but i
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -105,6 +107,17 @@ class _Server(web.Server):
     def __init__(self, handler: Any, request_factory: Any, **options: Any) -> None:
         super().__init__(handler, request_factory=request_factory, handler_cancellation=True)
         self._options = options
+        self.empty = asyncio.Event()
+        self.empty.set()
+
+    def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
+        super().connection_made(handler, transport)
+        self.empty.clear()
+
+    def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
+        super().connection_lost(handler, exc)
+        if not self.connections:
+            self.empty.set()
 
     def __call__(self) -> web.RequestHandler:
         return _Protocol(self, loop=self._loop, **self._options)
@@ -115,6 +128,13 @@ class Runner(web.AppRunner):
 
     def __init__(self, app: web.Application) -> None:
         super().__init__(app, access_log=None, shutdown_timeout=_CUT_S)
+
+    async def emptied(self, within_s: float) -> None:
+        """Wait until no connection is left, or ``within_s`` seconds."""
+        assert isinstance(self.server, _Server)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await self.server.empty.wait()
 
     async def _make_server(self) -> web.Server:
         made = await super()._make_server()
