@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from gateway.errors import InvalidRequest, MissingModel
+from gateway.members import Buffer, Repeated, members
 
 Pairs = list[tuple[str, str]]
 
@@ -28,9 +29,17 @@ _NOT_FORWARDED = _HOP_BY_HOP | frozenset(
     (
         *("host", "content-length", "expect", "authorization", "api-key", "x-api-key"),
         *("x-request-id", "x-forwarded-for", "x-forwarded-proto", "x-forwarded-host", "x-rewake-deadline-s"),
+        *("x-rewake-model", "origin", "access-control-request-method", "access-control-request-headers"),
     )
 )
-_NOT_RETURNED = _HOP_BY_HOP | frozenset(("x-request-id", "x-rewake-start", "x-rewake-incarnation", "x-rewake-error"))
+_NOT_RETURNED = _HOP_BY_HOP | frozenset(
+    (
+        *("x-request-id", "x-rewake-start", "x-rewake-incarnation", "x-rewake-error"),
+        *("access-control-allow-origin", "access-control-allow-credentials", "access-control-allow-headers"),
+        *("access-control-allow-methods", "access-control-expose-headers", "access-control-max-age"),
+    )
+)
+"""Other origins are the configuration's business (:mod:`gateway.cors`): engines are too generous by default."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 _CLIENT_TIMEOUTS = ("x-stainless-read-timeout", "x-stainless-timeout")
 _ANSWER_MARGIN_S = 1.0
@@ -39,47 +48,60 @@ _ANSWER_MARGIN_S = 1.0
 class Peek(msgspec.Struct):
     """The two fields of a request body that routing needs."""
 
-    model: str
+    model: str = ""
     stream: bool | None = False
 
 
 _PEEK = msgspec.json.Decoder(Peek)
+_LARGE = 1 << 20
 
 
 class _Object(list[tuple[str, object]]):
     """A JSON object as its pairs, so that repeated keys can be seen."""
 
 
-def peek(body: bytes) -> Peek:
-    """Model and stream flag of a JSON body.
+def peek(body: Buffer, *, required: bool = True) -> Peek:
+    """Model and stream flag of a JSON body; the model may be absent, and is empty then, if it is not ``required``.
 
     Raises:
+        MissingModel: it is absent though required, or no string.
         InvalidRequest: not JSON, not an object, a wrong type, or a field given twice: two parsers might then disagree
             about which one counts, and the request be authorised for one model and served by another.
     """
     try:
         found = _PEEK.decode(body)
     except msgspec.ValidationError as error:
-        kind = MissingModel if "`model`" in str(error) or "$.model" in str(error) else InvalidRequest
+        kind = MissingModel if "$.model" in str(error) else InvalidRequest
         code = "missing_model" if kind is MissingModel else "invalid_json"
         raise kind(f"The request body does not fit: {error}.", code) from None
     except (msgspec.DecodeError, RecursionError) as error:
         raise InvalidRequest(f"The request body is not valid JSON: {error}.", "invalid_json") from None
-    if not found.model:
-        raise MissingModel("The field `model` is empty.", "missing_model")
+    if required and not found.model:
+        raise MissingModel("The field `model` is missing or empty.", "missing_model")
     if _might_repeat(body):
         _refuse_repeats(body)
     return found
 
 
-def _might_repeat(body: bytes) -> bool:
+def _might_repeat(body: Buffer) -> bool:
     """False means certainly not: no second literal key, and no escaped ASCII letter that could spell one."""
-    return body.count(b'"model"') > 1 or body.count(b'"stream"') > 1 or b"\\u006" in body or b"\\u007" in body
+    for key in (b'"model"', b'"stream"'):
+        first = body.find(key)
+        if first >= 0 and body.find(key, first + len(key)) >= 0:
+            return True
+    return body.find(b"\\u006") >= 0 or body.find(b"\\u007") >= 0
 
 
-def _refuse_repeats(body: bytes) -> None:
+def _refuse_repeats(body: Buffer) -> None:
+    """Refuse a body that gives one of the two fields twice; a large one for any field, so that none takes long to judge."""
     try:
-        whole = json.loads(body, object_pairs_hook=_Object)
+        members(body)
+        return
+    except Repeated:
+        if len(body) > _LARGE:
+            raise InvalidRequest("The request body gives a field more than once.", "invalid_json") from None
+    try:
+        whole = json.loads(bytes(body), object_pairs_hook=_Object)
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"The request body is not valid JSON: {error}.", "invalid_json") from None
     keys = [key for key, _ in whole]

@@ -1,0 +1,342 @@
+"""A request's body, from the first byte to what routing must know of it; bounded in size, memory and time.
+
+Bodies are kept as they came: small ones in memory, large ones on disk. Compressed ones are unpacked only to be looked at,
+and only so far. Knows nothing of models, tenants or replicas; what is refused here has reached nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol
+from urllib.parse import parse_qs
+
+from gateway import envelope, errors, multipart
+from gateway.current import Current
+from gateway.envelope import Pairs
+from gateway.errors import InvalidRequest
+from gateway.members import Buffer
+from gateway.routes import Found
+from gateway.spool import Spool
+from policies.config import Config
+
+PAUSE_S = 30.0
+"""A client that pauses for longer while it sends its body has gone."""
+GRACE_S, SLOWEST_BYTES_PER_S = 60.0, 16 << 10
+"""After the grace a body must have come at least this fast; or drops of it would keep a place for ever."""
+MAX_RATIO, ALWAYS_UNPACKED = 100, 1 << 20
+"""A compressed body may grow this much when it is unpacked; up to so many bytes it may do what it likes."""
+LARGE = 1 << 20
+"""Bodies beyond this are looked at in a thread."""
+_WRITE_BYTES = 1 << 20
+_TRUE = frozenset(("true", "1", "on", "yes", "t", "y"))
+_GZIP = 16 + zlib.MAX_WBITS
+
+
+class Unframed(Exception):
+    """The body is not framed as HTTP wants it. Sources raise it."""
+
+
+class Source(Protocol):
+    """Where a body comes from."""
+
+    async def readany(self) -> bytes:
+        """The next bytes as they come; empty at the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What a head says of its body."""
+
+    boundary: bytes | None
+    """Of a multipart form; None: JSON."""
+    gzip: bool
+    expects: bool
+    """The client sends nothing before it is told to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Splice:
+    """Replace the bytes from ``start`` to ``end`` by ``text``."""
+
+    start: int
+    end: int
+    text: bytes = b""
+
+
+class Body:
+    """A whole body. Its owner closes it, once nobody sends it any more."""
+
+    __slots__ = ("_gave_back", "_spool", "data", "form", "found", "model", "named", "size", "splices", "stream")
+
+    def __init__(self, found: Found, form: Form, data: bytes | None, spool: Spool | None, gave_back: Callable[[], None]) -> None:
+        self.found = found
+        self.form = form
+        self.data = data
+        """All of it, unless it is on disk."""
+        self.size = len(data) if data is not None else spool.size if spool is not None else 0
+        self.splices: tuple[Splice, ...] = ()
+        """Edits of a body on disk, in order; :meth:`pieces` makes them."""
+        self.model = ""
+        """As the client wrote it."""
+        self.named = False
+        """The model's name is in the body, not only beside it."""
+        self.stream = False
+        self._spool = spool
+        self._gave_back = gave_back
+
+    async def look(self, call: Callable[[Buffer], object]) -> None:
+        """Let ``call`` see all bytes: at once if they are few, else in a thread."""
+        if self._spool is not None and self._spool.size:
+            await self._spool.look(call)
+        elif self.data is not None and len(self.data) > LARGE:
+            await asyncio.to_thread(call, self.data)
+        else:
+            call(self.data or b"")
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """The bytes for the replica, in pieces; any number of times."""
+        if self._spool is None:
+            yield self.data or b""
+            return
+        at = 0
+        for splice in (*self.splices, Splice(self._spool.size, self._spool.size)):
+            async for piece in self._spool.pieces(at, splice.start):
+                yield piece
+            if splice.text:
+                yield splice.text
+            at = splice.end
+
+    def headers(self, pairs: Pairs) -> Pairs:
+        """A head for this body: without the Content-Encoding that an edit took off."""
+        return pairs if self.form.gzip else [(name, value) for name, value in pairs if name.lower() != "content-encoding"]
+
+    def change(self, splices: tuple[Splice, ...]) -> None:
+        """Make edits; their offsets are in the bytes as they came."""
+        if self._spool is not None:
+            self.splices = splices
+            self.size = self._spool.size + sum(len(splice.text) - (splice.end - splice.start) for splice in splices)
+            return
+        assert self.data is not None
+        self.data = spliced(self.data, splices)
+        self.size = len(self.data)
+
+    def replace(self, data: bytes) -> None:
+        """Keep these bytes, unpacked, in place of the compressed ones."""
+        self.close()
+        self.form = Form(self.form.boundary, False, False)
+        self.data, self.size, self._spool = data, len(data), None
+
+    def close(self) -> None:
+        """Give memory and disk back. Idempotent."""
+        if self._spool is not None:
+            self._spool.close()
+        gave_back, self._gave_back = self._gave_back, _nothing
+        gave_back()
+
+    def __enter__(self) -> Body:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class Intake:
+    """Reads the bodies of one gateway process, and knows how much memory they take together."""
+
+    def __init__(self, current: Current) -> None:
+        self._current = current
+        self.buffered = 0
+        """Bytes of bodies in memory now, being read or kept."""
+
+    async def read(
+        self, found: Found, headers: Mapping[str, str], source: Source, before: Callable[[], Awaitable[None]] | None = None
+    ) -> Body:
+        """The whole body of a request; ``before`` is awaited before the first read if the client waits for a sign.
+
+        Raises:
+            GatewayError: 4xx for what is wrong with it, SpoolFailed if the disk is.
+        """
+        config = self._current.config
+        form = check(found, headers, config)
+        if form.expects and before is not None:
+            await before()
+        hint = hinted(found, headers)
+        body = await self._collect(found, form, source, config)
+        try:
+            await body.look(lambda data: understand(body, data, hint, config))
+        except BaseException:
+            body.close()
+            raise
+        return body
+
+    async def _collect(self, found: Found, form: Form, source: Source, config: Config) -> Body:
+        """All bytes; those in memory are counted, and the rest goes to disk."""
+        loop, limit, most = asyncio.get_running_loop(), config.gateway.max_body_bytes, config.gateway.hold.max_bytes
+        data, size, spool, begun = bytearray(), 0, None, loop.time()
+        try:
+            async with asyncio.timeout(PAUSE_S) as pause:
+                while chunk := await source.readany():
+                    size += len(chunk)
+                    if size > limit:
+                        raise too_large(limit)
+                    data += chunk
+                    self.buffered += len(chunk)
+                    if spool is None and (len(data) > config.gateway.spool_bytes or self.buffered > most):
+                        spool = Spool()
+                    if spool is not None and len(data) >= _WRITE_BYTES:
+                        await self._move(data, spool)
+                    pause.reschedule(_patience(loop.time(), begun, size))
+            if spool is None:
+                kept = len(data)
+                return Body(found, form, bytes(data), None, lambda: self._release(kept))
+            await self._move(data, spool)
+            return Body(found, form, None, spool, _nothing)
+        except BaseException as error:
+            self.buffered -= len(data)
+            if spool is not None:
+                spool.close()
+            raise _translated(error) from None
+
+    async def _move(self, data: bytearray, spool: Spool) -> None:
+        await spool.append(bytes(data))
+        self.buffered -= len(data)
+        data.clear()
+
+    def _release(self, count: int) -> None:
+        self.buffered -= count
+
+
+def check(found: Found, headers: Mapping[str, str], config: Config) -> Form:
+    """What the head says of the body; refuses what need not be read to be refused.
+
+    Raises:
+        GatewayError: 400, 413, 415 or 417.
+    """
+    said: dict[str, str] = {}
+    for name, value in headers.items():
+        lower = name.lower()
+        if lower in ("content-type", "content-encoding", "content-length", "expect"):
+            if lower in said:
+                raise InvalidRequest(f"There is more than one {lower} header.", "invalid_http")
+            said[lower] = value.strip()
+    expect, encoding = said.get("expect", ""), said.get("content-encoding", "").lower()
+    if expect and expect.lower() != "100-continue":
+        raise errors.ExpectationFailed("The only expectation that can be met is 100-continue.")
+    if encoding not in ("", "identity", "gzip", "x-gzip"):
+        raise errors.UnsupportedEncoding("Send the request body uncompressed, or compressed with gzip.")
+    length, limit = said.get("content-length", "0"), config.gateway.max_body_bytes
+    if length.isdecimal() and int(length[:20]) > limit:
+        raise too_large(limit)
+    kind, boundary = said.get("content-type", ""), None
+    if kind.lower().startswith("multipart/"):
+        if not found.route.multipart:
+            raise errors.UnsupportedMediaType(f"{found.route.name} takes application/json, not {kind.partition(';')[0]}.")
+        boundary = multipart.boundary(kind)
+    return Form(boundary, encoding.endswith("gzip"), bool(expect))
+
+
+def whole(found: Found, headers: Mapping[str, str], data: bytes, config: Config) -> Body:
+    """A body that has been read already and is small.
+
+    Raises:
+        GatewayError: as :meth:`Intake.read` does.
+    """
+    body = Body(found, check(found, headers, config), data, None, _nothing)
+    understand(body, data, hinted(found, headers), config)
+    return body
+
+
+def hinted(found: Found, headers: Mapping[str, str]) -> str:
+    """The model that is named beside the body, where the route allows it; else empty.
+
+    Raises:
+        InvalidRequest: named twice, and differently.
+    """
+    if found.route.model == "body":
+        return ""
+    named = {headers["x-rewake-model"]} if "x-rewake-model" in headers else set()
+    if "model=" in found.query:
+        named |= set(parse_qs(found.query, max_num_fields=None).get("model", ()))
+    if len(named) > 1:
+        raise InvalidRequest("The header x-rewake-model and the parameter model name different models.", "invalid_request")
+    return next(iter(named), "")
+
+
+def understand(body: Body, data: Buffer, hint: str, config: Config) -> None:
+    """Find ``model`` and ``stream``.
+
+    Raises:
+        GatewayError: it cannot be read, or names no model.
+    """
+    source, required = body.found.route.model, body.found.route.model == "body"
+    if source != "hint":
+        if body.form.gzip:
+            data = unpacked(data, config.gateway.max_body_bytes)
+        if body.form.boundary is not None:
+            fields, _ = multipart.parts(data, body.form.boundary)
+            body.model = multipart.field(data, fields, "model") or ""
+            body.stream = (multipart.field(data, fields, "stream") or "").lower() in _TRUE
+        else:
+            peek = envelope.peek(data, required=required)
+            body.model, body.stream = peek.model, bool(peek.stream)
+        body.named = bool(body.model)
+    if hint and body.model not in ("", hint):
+        raise InvalidRequest("The body names another model than stands beside it.", "invalid_request")
+    body.model = body.model or hint
+    if not body.model:
+        where = "the field `model`" if required else "the header x-rewake-model or the parameter `model`"
+        raise errors.MissingModel(f"No model is named: {where} is missing or empty.", "missing_model")
+
+
+def unpacked(data: Buffer, limit: int) -> bytes:
+    """The content of a gzip body.
+
+    Raises:
+        InvalidRequest: not one whole gzip member.
+        RequestTooLarge: it grows beyond ``limit`` bytes, or as only bombs do.
+    """
+    limit = min(limit, max(ALWAYS_UNPACKED, MAX_RATIO * len(data)))
+    unzip = zlib.decompressobj(_GZIP)
+    try:
+        content = unzip.decompress(data, limit + 1)
+    except zlib.error as error:
+        raise InvalidRequest(f"The request body is not valid gzip: {error}.", "invalid_encoding") from None
+    if len(content) > limit:
+        raise errors.RequestTooLarge(f"The request body unpacks to more than {limit} bytes.")
+    if not unzip.eof or unzip.unused_data:
+        raise InvalidRequest("The request body is not one whole gzip member.", "invalid_encoding")
+    return content
+
+
+def spliced(data: Buffer, splices: tuple[Splice, ...]) -> bytes:
+    """``data`` with edits made."""
+    pieces, at = list[bytes](), 0
+    for splice in splices:
+        pieces += (data[at : splice.start], splice.text)
+        at = splice.end
+    return b"".join((*pieces, data[at:]))
+
+
+def too_large(limit: int) -> errors.RequestTooLarge:
+    return errors.RequestTooLarge(f"The request body is larger than {limit} bytes.")
+
+
+def _patience(now: float, begun: float, size: int) -> float:
+    """Loop time until which the next bytes must come."""
+    return min(now + PAUSE_S, begun + GRACE_S + size / SLOWEST_BYTES_PER_S)
+
+
+def _translated(error: BaseException) -> BaseException:
+    if isinstance(error, TimeoutError):
+        return errors.SlowRequest("The request body came too slowly, or stopped coming.")
+    if isinstance(error, Unframed):
+        return InvalidRequest(f"The request body is not framed properly: {error}.", "invalid_http")
+    return error
+
+
+def _nothing() -> None:
+    pass
