@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from gateway.exchange import Reply
+from gateway.trail import Trail
 from policies.replica import TERMINAL, Replica, State
 from policies.wire import ModelLoad
 
@@ -97,12 +98,14 @@ class Metrics:
 
     def __init__(self, models: Iterable[str], *, version: str, shared: Shared | None = None, observer: bool = True) -> None:
         self._models = frozenset(models)
+        self._tenants: frozenset[str] = frozenset()
         self._shared = shared
         self.observer = observer
         self._slots: set[str] = set()
         self._registry = CollectorRegistry()
         self._traffic()
         self._fleet()
+        self._tenancy()
         self.config_last_reload_successful = self._gauge(
             "config_last_reload_successful", "1: the configuration was read.", mode="livemin"
         )
@@ -113,6 +116,24 @@ class Metrics:
     def know(self, models: Iterable[str]) -> None:
         """Label these models with their own names; one that was known before keeps its series."""
         self._models |= frozenset(models)
+
+    def know_tenants(self, tenants: Iterable[str]) -> None:
+        """Label these tenants with their own names."""
+        self._tenants |= frozenset(tenants)
+
+    def tenant(self, name: str) -> str:
+        """The value of a ``tenant`` label."""
+        return name if name in self._tenants else OTHER
+
+    def account(self, trail: Trail) -> None:
+        """Count a request that has ended for its tenant, if it has one."""
+        if not trail.tenant:
+            return
+        tenant, model = self.tenant(trail.tenant), self.model(trail.model)
+        self.tenant_requests.labels(tenant, model, str(trail.status)).inc()
+        for kind, tokens in (("prompt", trail.prompt_tokens), ("completion", trail.completion_tokens)):
+            if tokens:
+                self.tenant_tokens.labels(tenant, model, kind).inc(tokens)
 
     def model(self, name: str | None) -> str:
         """The value of a ``model`` label."""
@@ -170,6 +191,14 @@ class Metrics:
             "time_to_first_byte_seconds", "From the request's head to the answer's first byte.", ["model", "start"]
         )
         self.inflight_requests = self._gauge("inflight_requests", "Requests on a replica.", ["model", "replica"])
+
+    def _tenancy(self) -> None:
+        self.tenant_requests = self._counter(
+            "tenant_requests", "Requests by outcome; 499: the client left.", ["tenant", "model", "code"]
+        )
+        self.tenant_tokens = self._counter("tenant_tokens", "Tokens as the engines count them.", ["tenant", "model", "kind"])
+        self.rate_limited = self._counter("rate_limited", "Requests turned away by a limit a minute.", ["tenant", "limit"])
+        self.access_log_lost_lines = self._counter("access_log_lost_lines", "Lines that nobody read in time.", [])
 
     def _fleet(self) -> None:
         self.model_demand = self._gauge("model_demand", "Requests held, in flight or turned away a moment ago.", ["model"])

@@ -21,6 +21,8 @@ class Trail:
     since: float
     """Loop time at which its head had arrived."""
     method: str = "POST"
+    client: str = ""
+    """Its address, as far as it is known."""
     tenant: str = ""
     model: str | None = None
     """A configured model; None until one was found."""

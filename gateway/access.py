@@ -1,0 +1,148 @@
+"""The access log: one JSON line for each request, on standard output. Never a prompt, an answer, a key or a query string.
+
+Requests hand in their facts and go on; a thread writes them, many at a time. A reader that is too slow loses lines, which are
+counted and said: it never slows a request. Knows nothing of why a request ended as it did.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from gateway import logs
+from gateway.current import Current
+from gateway.trail import Trail
+
+BOUND = 10_000
+"""Lines that may wait to be written."""
+_GATHER_S = 0.05
+"""Lines that come within this time are written together."""
+_WHOLE = select.PIPE_BUF
+"""Bytes that one write puts into a pipe in one piece, whoever else writes there."""
+
+
+class Log:
+    """The log of one process; its thread lives from :meth:`start` to :meth:`close`.
+
+    Args:
+        out: file descriptor where the lines go; written by the thread alone, and unbuffered: a process cannot end properly
+            while a thread hangs in a buffered file.
+        wall: seconds since the epoch.
+        on_dropped: called in the thread with the number of lines that were lost.
+    """
+
+    def __init__(
+        self,
+        current: Current,
+        out: int,
+        *,
+        wall: Callable[[], float] = time.time,
+        on_dropped: Callable[[int], None] = lambda lines: None,
+    ) -> None:
+        self._current = current
+        self._out = out
+        self._wall = wall
+        self._on_dropped = on_dropped
+        self._waiting: deque[tuple[float, Trail]] = deque()
+        self._dropped = 0
+        self._said = 0
+        self._some = threading.Event()
+        self._ending = False
+        self._gone = False
+        # A daemon: a reader that has stopped reading must not keep the process from ending.
+        self._thread = threading.Thread(target=self._run, name="access-log", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def write(self, trail: Trail) -> None:
+        """Take in a request that has ended. The trail must not change any more."""
+        if not self._current.config.gateway.access_log:
+            return
+        if self._gone or len(self._waiting) >= BOUND:
+            self._dropped += 1
+            return
+        self._waiting.append((self._wall(), trail))
+        if not self._some.is_set():
+            self._some.set()
+
+    def close(self, within_s: float = 1.0) -> None:
+        """Write what waits, and end; what could not be written by then is lost. Blocks for so long at most."""
+        self._ending = True
+        self._some.set()
+        if self._thread.is_alive():
+            self._thread.join(within_s)
+
+    def _run(self) -> None:
+        try:
+            while not self._ending:
+                self._some.wait()
+                if not self._ending:
+                    time.sleep(_GATHER_S)
+                self._some.clear()
+                self._drain()
+            self._drain()
+        except OSError as error:
+            self._gone = True
+            logs.error("access log ended: its output is gone", reason=str(error))
+
+    def _drain(self) -> None:
+        piece = b""
+        for line in self._lines():
+            if piece and len(piece) + len(line) > _WHOLE:
+                self._put(piece)
+                piece = b""
+            piece += line
+        self._put(piece)
+
+    def _lines(self) -> Iterator[bytes]:
+        while self._waiting:
+            yield _line(*self._waiting.popleft())
+        lost = self._dropped - self._said
+        if lost:
+            self._said += lost
+            self._on_dropped(lost)
+            yield msgspec.json.encode({"time": _stamp(self._wall()), "event": "access log lines lost", "lines": lost}) + b"\n"
+
+    def _put(self, piece: bytes) -> None:
+        while piece:
+            piece = piece[os.write(self._out, piece) :]
+
+
+def _line(ended: float, trail: Trail) -> bytes:
+    fields: dict[str, object] = {
+        "time": _stamp(ended),
+        "request_id": trail.id,
+        "client": trail.client,
+        "tenant": trail.tenant,
+        "method": trail.method,
+        "route": trail.route,
+        "model": trail.model,
+        "stream": trail.stream,
+        "status": trail.status,
+        "code": trail.code,
+        "phase": trail.phase,
+        "start": trail.start,
+        "replica": trail.replica,
+        "incarnation": trail.incarnation,
+        "retries": trail.retries,
+        "waited_s": round(trail.waited_s, 4),
+        "ttft_s": None if trail.first_byte_s is None else round(trail.first_byte_s, 4),
+        "duration_s": round(trail.seconds, 4),
+        "bytes_in": trail.bytes_in,
+        "bytes_out": trail.bytes_out,
+        "prompt_tokens": trail.prompt_tokens,
+        "completion_tokens": trail.completion_tokens,
+    }
+    return msgspec.json.encode(fields) + b"\n"
+
+
+def _stamp(seconds: float) -> str:
+    whole, part = divmod(seconds, 1)
+    return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(whole))}.{int(part * 1000):03d}Z"

@@ -1,0 +1,236 @@
+"""The tokens that an answer took, read from its bytes as they pass.
+
+A stream's events are not parsed: its end is kept, a few kilobytes, and looked through once when it has ended. Of a document
+only what stands after the word ``usage`` is kept. Knows nothing of who pays.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections import deque
+from collections.abc import Iterable
+from typing import Any, Literal, NamedTuple, Protocol
+
+_HEAD = 2 << 10
+_TAIL = 4 << 10
+"""Bytes kept of a stream's beginning and end: Anthropic's API counts the prompt in its first event, all count in the last."""
+_FULL = 2 * _TAIL
+_OBJECT = 2 << 10
+"""A longer object is none that counts tokens."""
+_KEYS = (b'"usage"', b'"timings"')
+"""llama.cpp says the latter even to those who did not ask for the former. Within a JSON string neither can appear: its quotes
+would be escaped."""
+_EDGE = max(map(len, _KEYS)) - 1
+_CANDIDATES = 8
+_INFLATED = 64 << 20
+_PIECE = 64 << 10
+_MOST = 10**9
+_DECODER = json.JSONDecoder()
+
+
+class Usage(NamedTuple):
+    """Tokens of one answer."""
+
+    prompt: int
+    completion: int
+    counted: Literal["engine", "events"] = "engine"
+    """``events``: the engine did not say, since nobody asked it or the stream was cut; each event of the stream counts as one
+    token, and the prompt as far as it is known."""
+
+    @property
+    def total(self) -> int:
+        return self.prompt + self.completion
+
+
+class Meter(Protocol):
+    """Sees an answer's body pass."""
+
+    def feed(self, chunk: bytes) -> None:
+        """The next bytes, as the replica sent them."""
+
+    def usage(self) -> Usage | None:
+        """What they say, once there are no more; None: nothing."""
+
+
+def meter(content_type: str, encoding: str = "") -> Meter:
+    """The meter for an answer with these headers."""
+    kind = content_type.partition(";")[0].strip().lower()
+    if kind == "text/event-stream":
+        inner: Meter = _Events()
+    elif kind.endswith("json"):
+        inner = _Document()
+    else:
+        return _Nothing()
+    coding = encoding.strip().lower()
+    if coding in ("", "identity"):
+        return inner
+    return _Inflating(inner) if coding in ("gzip", "x-gzip", "deflate") else _Nothing()
+
+
+class _Nothing:
+    """For what holds no counts that could be read."""
+
+    def feed(self, chunk: bytes) -> None:
+        pass
+
+    def usage(self) -> Usage | None:
+        return None
+
+
+class _Events:
+    """An event stream."""
+
+    __slots__ = ("_events", "_head", "_parts", "_size")
+
+    def __init__(self) -> None:
+        self._head: bytes | None = None
+        self._parts: list[bytes] = []
+        self._size = 0
+        self._events = 0
+
+    def feed(self, chunk: bytes) -> None:
+        self._parts.append(chunk)
+        self._size += len(chunk)
+        if self._size > _FULL:
+            self._fold()
+
+    def _fold(self) -> None:
+        """Count the events of all but the end, and forget them."""
+        kept = b"".join(self._parts)
+        if self._head is None:
+            self._head = kept[:_HEAD]
+            self._events = int(kept.startswith(b"data:"))
+        cut = kept.rfind(b"\n", len(kept) - _FULL, len(kept) - _TAIL)
+        cut = cut if cut >= 0 else len(kept) - _TAIL
+        self._events += kept.count(b"\ndata:", 0, cut)
+        self._parts = [kept[cut:]]
+        self._size = len(kept) - cut
+
+    def usage(self) -> Usage | None:
+        tail = b"".join(self._parts)
+        whole = self._head is None
+        first = tail[:_HEAD] if self._head is None else self._head
+        first = first[: _end_of_event(first)]
+        events = self._events + tail.count(b"\ndata:") + (whole and tail.startswith(b"data:")) - (b"data: [DONE]" in tail)
+        begun = _last(_objects(first)) or (None, None)
+        ended = _last(_objects(tail[len(first) :] if whole else tail))
+        if ended is not None:
+            return Usage(ended[0] or begun[0] or 0, ended[1] or 0)
+        if events <= 0:
+            return None
+        return Usage(begun[0] or 0, max(begun[1] or 0, events), "events")
+
+
+class _Document:
+    """One JSON document, of any length."""
+
+    __slots__ = ("_edge", "_found", "_open")
+
+    def __init__(self) -> None:
+        self._edge = b""
+        self._open: list[bytearray] = []
+        self._found: deque[bytearray] = deque(maxlen=_CANDIDATES)
+
+    def feed(self, chunk: bytes) -> None:
+        for growing in self._open:
+            growing.extend(chunk[: _OBJECT - len(growing)])
+        window = self._edge + chunk
+        for at in _positions(window):
+            candidate = bytearray(window[at : at + _OBJECT])
+            self._open.append(candidate)
+            self._found.append(candidate)
+        self._open = [candidate for candidate in self._open[-_CANDIDATES:] if len(candidate) < _OBJECT]
+        self._edge = window[-_EDGE:]
+
+    def usage(self) -> Usage | None:
+        found = _last(counts for candidate in self._found for counts in _objects(bytes(candidate)))
+        return None if found is None else Usage(found[0] or 0, found[1] or 0)
+
+
+class _Inflating:
+    """A compressed body; what it holds is measured by another meter, as far as it is sane."""
+
+    __slots__ = ("_inflater", "_inner", "_left")
+
+    def __init__(self, inner: Meter) -> None:
+        self._inner = inner
+        self._inflater = zlib.decompressobj(32 + zlib.MAX_WBITS)
+        self._left = _INFLATED
+
+    def feed(self, chunk: bytes) -> None:
+        while chunk and self._left > 0:
+            try:
+                piece = self._inflater.decompress(chunk, _PIECE)
+            except zlib.error:
+                self._left = 0
+                return
+            self._left -= len(piece)
+            self._inner.feed(piece)
+            chunk = self._inflater.unconsumed_tail
+
+    def usage(self) -> Usage | None:
+        return self._inner.usage() if self._left > 0 else None
+
+
+Counts = tuple[int | None, int | None]
+"""Prompt and completion, as far as they are said."""
+
+
+def _positions(data: bytes) -> Iterable[int]:
+    found = []
+    for key in _KEYS:
+        at = data.find(key)
+        while at >= 0:
+            found.append(at)
+            at = data.find(key, at + 1)
+    return sorted(found)
+
+
+def _objects(data: bytes) -> Iterable[Counts]:
+    """The counts in every whole object that one of the keys names, in their order."""
+    for at in _positions(data):
+        colon = data.find(b":", at, at + 32)
+        text = data[colon + 1 : colon + 1 + _OBJECT].decode("utf-8", "replace").lstrip()
+        if colon < 0 or not text.startswith("{"):
+            continue
+        try:
+            document, _ = _DECODER.raw_decode(text)
+        except (ValueError, RecursionError):
+            continue
+        counts = _counts(document)
+        if counts != (None, None):
+            yield counts
+
+
+def _counts(document: dict[str, Any]) -> Counts:
+    def number(*names: str) -> int | None:
+        """The sum of those that are there, None when the first is not."""
+        values = [document.get(name) for name in names]
+        if type(values[0]) is not int:
+            return None
+        return sum(min(value, _MOST) for value in values if type(value) is int and value > 0)
+
+    prompt = number("prompt_tokens")
+    if prompt is None:
+        prompt = number("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
+    if prompt is None:
+        prompt = number("prompt_n", "cache_n")
+    completion = next(
+        (n for name in ("completion_tokens", "output_tokens", "predicted_n") if (n := number(name)) is not None), None
+    )
+    total = number("total_tokens")
+    if prompt is None and completion is None:
+        return total, None
+    if completion is None and prompt is not None and total is not None:
+        completion = max(0, total - prompt)
+    return prompt, completion
+
+
+def _last(found: Iterable[Counts]) -> Counts | None:
+    return next(reversed(list(found)), None)
+
+
+def _end_of_event(data: bytes) -> int:
+    ends = [at for blank in (b"\n\n", b"\r\n\r\n") if (at := data.find(blank)) >= 0]
+    return min(ends, default=0)
