@@ -22,3 +22,13 @@ class Slices:
 
     def limit(self, replica: Replica) -> int:
         return max(1, replica.concurrency // max(1, self._gateways()))
+
+    def tenant_limit(self, tenant: str) -> int | None:
+        return None
+
+    def places(self, tenant: str) -> int | None:
+        return None
+
+    def wanted(self) -> None: ...
+
+    def released(self, incarnation: str, tenant: str) -> None: ...

@@ -209,6 +209,8 @@ REFUSALS: Mapping[Code, tuple[type[GatewayError], str]] = {
     "capacity_exceeded": (CapacityExceeded, "All replicas of model {model!r} are busy and none became free in time."),
     "cold_start_timeout": (ColdStartTimeout, "Model {model!r} was not ready before this request's deadline."),
     "restore_failed": (RestoreFailed, "Model {model!r} cannot be started: {detail}"),
+    "rate_limit_exceeded": (RateLimited, "This key has used up what it may have at once of model {model!r}; retry later."),
+    "model_not_found": (ModelNotFound, "The model {model!r} is offered no more."),
     "shutting_down": (ShuttingDown, "This gateway is shutting down; retry to reach another one."),
 }
 """What a refusal by :func:`policies.admission.decide` becomes."""

@@ -32,41 +32,59 @@ class Ledger:
     """Counts of one gateway process.
 
     Args:
-        models: the configured models; others are never counted.
+        models: the configured models; only those are reported, but whatever is held or in flight is counted.
         clock: seconds, monotonic.
     """
 
     def __init__(self, models: Iterable[str], clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._held: dict[str, int] = dict.fromkeys(models, 0)
-        self._bytes = dict.fromkeys(self._held, 0)
-        self._inflight = dict.fromkeys(self._held, 0)
-        self._arrivals = dict.fromkeys(self._held, 0)
-        self._rejected = {model: _Recent(REJECTED_DEMAND_S) for model in self._held}
+        self._held: defaultdict[str, int] = defaultdict(int)
+        self._bytes: defaultdict[str, int] = defaultdict(int)
+        self._inflight: defaultdict[str, int] = defaultdict(int)
+        self._arrivals: defaultdict[str, int] = defaultdict(int)
+        self._rejected: defaultdict[str, _Recent] = defaultdict(lambda: _Recent(REJECTED_DEMAND_S))
         self._by_incarnation: defaultdict[str, int] = defaultdict(int)
+        self._tenant_held: defaultdict[str, int] = defaultdict(int)
+        self._tenant_inflight: defaultdict[str, int] = defaultdict(int)
         self.total_held = 0
         self.total_bytes = 0
         self.on_edge: Callable[[str], None] = lambda model: None
         """Called with the model when its demand, or one of its replicas, turns to or from zero."""
 
+        self.know(models)
+
+    def know(self, models: Iterable[str]) -> None:
+        """These are the models now; what is still held or in flight for another one stays counted until it ends."""
+        self._models = list(models)
+
     def held(self, model: str) -> int:
-        return self._held[model]
+        return self._held.get(model, 0)
 
     def held_bytes(self, model: str) -> int:
-        return self._bytes[model]
+        return self._bytes.get(model, 0)
+
+    def tenant_held(self, tenant: str) -> int:
+        """Requests that a tenant has waiting, over all models."""
+        return self._tenant_held.get(tenant, 0)
+
+    def tenant_inflight(self, tenant: str) -> int:
+        """Requests that a tenant has on replicas, over all models."""
+        return self._tenant_inflight.get(tenant, 0)
 
     def inflight(self, incarnation: str) -> int:
         """Requests that this gateway has on one replica."""
         return self._by_incarnation.get(incarnation, 0)
 
     def load(self, model: str) -> ModelLoad:
-        rejected = self._rejected[model].count(self._clock())
+        recent = self._rejected.get(model)
+        rejected = 0 if recent is None else recent.count(self._clock())
         return ModelLoad(
-            held=self._held[model], inflight=self._inflight[model], rejected=rejected, arrivals=self._arrivals[model]
+            held=self.held(model), inflight=self._inflight.get(model, 0), rejected=rejected, arrivals=self._arrivals.get(model, 0)
         )
 
     def loads(self) -> Mapping[str, ModelLoad]:
-        return {model: self.load(model) for model in self._held}
+        live = [model for model in (*self._held, *self._inflight) if self._held.get(model) or self._inflight.get(model)]
+        return {model: self.load(model) for model in dict.fromkeys((*self._models, *live))}
 
     def replicas(self) -> Mapping[str, int]:
         """incarnation -> requests in flight, without zeros."""
@@ -84,44 +102,57 @@ class Ledger:
         if first:
             self.on_edge(model)
 
-    def hold(self, model: str, size: int) -> None:
-        self._place(model, size, 1)
+    def hold(self, model: str, size: int, tenant: str = "") -> None:
+        self._place(model, size, tenant, 1)
         if self._held[model] + self._inflight[model] == 1:
             self.on_edge(model)
 
-    def unhold(self, model: str, size: int) -> None:
-        self._place(model, size, -1)
+    def unhold(self, model: str, size: int, tenant: str = "") -> None:
+        self._place(model, size, tenant, -1)
         if self._held[model] + self._inflight[model] == 0:
             self.on_edge(model)
 
-    def grant(self, model: str, size: int, incarnation: str) -> None:
+    def grant(self, model: str, size: int, incarnation: str, tenant: str = "") -> None:
         """From held to in flight, in one step: demand does not change."""
-        self._place(model, size, -1)
-        self._begin(model, incarnation)
+        self._place(model, size, tenant, -1)
+        self.begin(model, incarnation, tenant)
 
-    def begin(self, model: str, incarnation: str) -> None:
+    def begin(self, model: str, incarnation: str, tenant: str = "") -> None:
         """In flight without having been held."""
-        self._begin(model, incarnation)
-
-    def end(self, model: str, incarnation: str) -> None:
-        self._inflight[model] -= 1
-        left = self._by_incarnation[incarnation] - 1
-        assert left >= 0, f"more requests ended than began on {incarnation}"
-        if left:
-            self._by_incarnation[incarnation] = left
-            return
-        del self._by_incarnation[incarnation]
-        self.on_edge(model)
-
-    def _begin(self, model: str, incarnation: str) -> None:
         self._inflight[model] += 1
         self._by_incarnation[incarnation] += 1
+        if tenant:
+            self._tenant_inflight[tenant] += 1
         if self._by_incarnation[incarnation] == 1:
             self.on_edge(model)
 
-    def _place(self, model: str, size: int, sign: int) -> None:
+    def end(self, model: str, incarnation: str, tenant: str = "") -> None:
+        self._inflight[model] -= 1
+        if tenant:
+            _less(self._tenant_inflight, tenant)
+        if not _less(self._by_incarnation, incarnation):
+            self.on_edge(model)
+
+    def _place(self, model: str, size: int, tenant: str, sign: int) -> None:
         self._held[model] += sign
         self._bytes[model] += sign * size
         self.total_held += sign
         self.total_bytes += sign * size
         assert self._held[model] >= 0, f"more requests left the waiting room of {model} than entered"
+        if not tenant:
+            return
+        if sign > 0:
+            self._tenant_held[tenant] += 1
+        else:
+            _less(self._tenant_held, tenant)
+
+
+def _less(counts: defaultdict[str, int], name: str) -> int:
+    """One less of these; what is 0 is not kept."""
+    left = counts[name] - 1
+    assert left >= 0, f"more of {name!r} ended than began"
+    if left:
+        counts[name] = left
+    else:
+        del counts[name]
+    return left

@@ -129,11 +129,12 @@ class Proxy:
     async def _serve(self, request: web.Request, body: bytes, ticket: Ticket, trail: _Trail) -> web.StreamResponse:
         """Slot, dispatch, relay; and again for as long as the chosen replica could not even be reached."""
         outgoing = self._outgoing(request, body)
-        for _ in range(MAX_TURNS):
-            trail.phase = "held"
-            try:
-                slot = self._waitroom.slot(ticket)
-                async with slot as replica:
+        trail.phase = "held"
+        try:
+            with self._waitroom.claim(ticket) as claim:
+                for _ in range(MAX_TURNS):
+                    replica = claim.replica or await claim.granted()
+                    assert replica is not None, "without a limit of time there is a replica or a refusal"
                     trail.phase, trail.start = "dispatched", replica.start or "cold"
                     if ticket.waited_s and ticket.turns == 1:
                         self._metrics.queue_wait.labels(ticket.model, "admitted").observe(ticket.waited_s)
@@ -145,17 +146,19 @@ class Proxy:
                         logs.warning(
                             "replica unreachable", replica=replica.id, incarnation=replica.incarnation, reason=str(error)
                         )
+                        trail.phase = "held"
+                        claim.again()
                         continue
                     try:
                         return await self._relay(request, replica, answer, trail)
                     finally:
                         answer.close()
-            except Refused as refused:
-                raise self._refusal(refused, ticket) from None
-            except asyncio.CancelledError:
-                if trail.phase == "held":
-                    self._metrics.queue_wait.labels(ticket.model, "cancelled").observe(ticket.waited_s)
-                raise
+        except Refused as refused:
+            raise self._refusal(refused, ticket) from None
+        except asyncio.CancelledError:
+            if trail.phase == "held":
+                self._metrics.queue_wait.labels(ticket.model, "cancelled").observe(ticket.waited_s)
+            raise
         raise errors.UpstreamError(f"No replica of model {ticket.model!r} could be reached.", retry_after_s=1.0)
 
     async def _dispatch(self, replica: Replica, outgoing: Outgoing, trail: _Trail) -> Answer:

@@ -1,7 +1,8 @@
 """This gateway's view of the replicas: what the records last said, and what it saw itself.
 
 A view only: :mod:`gateway.link` feeds it from the store, and when the store is lost it keeps what it knows. It never
-writes a record; a replica that cannot be reached is suspected here for a few seconds, and the suspicion is passed on.
+writes a record; a replica that fails (:mod:`policies.health`) gets nothing from here for a while, and the suspicion is
+passed on.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from policies.health import PAUSE_S, TRUSTED, Health, Outcome, judge
 from policies.replica import COMING, RUNNING, Replica, State
 from policies.wire import Failure
 
-SUSPECT_S = 5.0
+SUSPECT_S = PAUSE_S
 """An unreachable replica gets no request for this long; then it is tried again, if its record still says ADMITTED."""
 AMNESIA_S = 30.0
 """How long a record that the store has lost stays in the view."""
@@ -29,6 +31,11 @@ class Registry:
 
     def __init__(self, models: Iterable[str]) -> None:
         self._models = frozenset(models)
+        self._health: dict[str, Health] = {}
+        self._probation: set[str] = set()
+        """On trial: one request at a time."""
+        self._tried: set[str] = set()
+        """Those of them that have one."""
         self._records: dict[str, Replica] = {}
         self._available: dict[str, Sequence[Replica]] = {}
         self._failures: dict[str, Failure] = {}
@@ -42,6 +49,14 @@ class Registry:
         """Called with the model after anything about it changed."""
         self.on_record: list[Callable[[Replica | None, Replica], None]] = []
         """Called with the record before and after each write that became known."""
+
+    def know(self, models: Iterable[str]) -> None:
+        """These are the models now; replicas of others get no traffic."""
+        before, self._models = self._models, frozenset(models)
+        for model in before - self._models:
+            self._available.pop(model, None)
+        for model in before ^ self._models:
+            self._changed(model)
 
     def replicas(self) -> Sequence[Replica]:
         """All records, of every state and model."""
@@ -104,6 +119,7 @@ class Registry:
         for id, known in list(self._records.items()):
             if id not in replicas and known.seq <= seq and now >= self._keep_until:
                 del self._records[id]
+                self._forget(known.incarnation)
                 changed.add(known.model)
         self.seq = max(self.seq, seq)
         for model in changed:
@@ -123,17 +139,37 @@ class Registry:
         if before != failure:
             self._changed(model)
 
+    def outcome(self, replica: Replica, outcome: Outcome, reason: str = "") -> None:
+        """What became of a request to this replica; ``reason`` for people, when it failed."""
+        incarnation = replica.incarnation
+        before, known = self._health.get(incarnation, TRUSTED), self._records.get(replica.id)
+        if (before is TRUSTED and outcome is Outcome.OK) or known is None or known.incarnation != incarnation:
+            return
+        now = asyncio.get_running_loop().time()
+        others = [other for other in self._available.get(replica.model, ()) if other.incarnation != incarnation]
+        judgement = judge(before, outcome, now, alone=not others)
+        if judgement.suspect:
+            self._pass_on(incarnation, reason)
+        self._remember(replica, judgement.health, now)
+        if before.until != judgement.health.until:
+            self._changed(replica.model)
+
     def suspect(self, replica: Replica, reason: str) -> None:
-        """Send nothing to this incarnation for a while."""
-        previous = self._suspects.pop(replica.incarnation, None)
-        if previous is not None:
-            previous.cancel()
-        loop = asyncio.get_running_loop()
-        self._suspects[replica.incarnation] = loop.call_later(SUSPECT_S, self._trust, replica)
-        self._suspicions[replica.incarnation] = reason
-        while len(self._suspicions) > MAX_SUSPICIONS:
-            del self._suspicions[next(iter(self._suspicions))]
-        self._changed(replica.model)
+        """It could not be reached."""
+        self.outcome(replica, Outcome.DEAD, reason)
+
+    def dispatch(self, replica: Replica) -> bool:
+        """A request is sent there. True: the replica is on trial, and gets no other until :meth:`end_trial`."""
+        if replica.incarnation not in self._probation:
+            return False
+        self._tried.add(replica.incarnation)
+        self._select(replica.model)
+        return True
+
+    def end_trial(self, replica: Replica) -> None:
+        """The request that tried it has ended; if that said nothing, another one may try."""
+        self._tried.discard(replica.incarnation)
+        self._select(replica.model)
 
     def take_suspicions(self) -> Mapping[str, str]:
         """incarnation -> reason of what was suspected since the last call, to be passed on."""
@@ -156,23 +192,53 @@ class Registry:
         before = self._records.get(replica.id)
         self._records[replica.id] = replica
         if before is not None and before.incarnation != replica.incarnation:
-            timer = self._suspects.pop(before.incarnation, None)
-            if timer is not None:
-                timer.cancel()
+            self._forget(before.incarnation)
         for listener in self.on_record:
             listener(before, replica)
 
-    def _trust(self, replica: Replica) -> None:
+    def _remember(self, replica: Replica, health: Health, now: float) -> None:
+        incarnation = replica.incarnation
+        if health.until is None or health.until != self._health.get(incarnation, TRUSTED).until:
+            self._forget(incarnation)
+        if health is TRUSTED:
+            return
+        self._health[incarnation] = health
+        if health.ejected(now) and incarnation not in self._suspects:
+            assert health.until is not None
+            timer = asyncio.get_running_loop().call_later(health.until - now, self._try, replica)
+            self._suspects[incarnation] = timer
+
+    def _try(self, replica: Replica) -> None:
+        """The pause is over."""
         self._suspects.pop(replica.incarnation, None)
+        self._probation.add(replica.incarnation)
         self._changed(replica.model)
+
+    def _forget(self, incarnation: str) -> None:
+        timer = self._suspects.pop(incarnation, None)
+        if timer is not None:
+            timer.cancel()
+        self._health.pop(incarnation, None)
+        self._probation.discard(incarnation)
+
+    def _pass_on(self, incarnation: str, reason: str) -> None:
+        self._suspicions[incarnation] = reason
+        while len(self._suspicions) > MAX_SUSPICIONS:
+            del self._suspicions[next(iter(self._suspicions))]
+
+    def _select(self, model: str) -> None:
+        self._available[model] = tuple(
+            replica
+            for replica in self._records.values()
+            if replica.model == model and replica.state is State.ADMITTED and self._trusted(replica.incarnation)
+        )
+
+    def _trusted(self, incarnation: str) -> bool:
+        return incarnation not in self._suspects and not (incarnation in self._probation and incarnation in self._tried)
 
     def _changed(self, model: str) -> None:
         if model not in self._models:
             return
-        self._available[model] = tuple(
-            replica
-            for replica in self._records.values()
-            if replica.model == model and replica.state is State.ADMITTED and replica.incarnation not in self._suspects
-        )
+        self._select(model)
         for listener in self.on_change:
             listener(model)

@@ -1,24 +1,28 @@
-"""Who goes next: a bounded queue per model in front of the replicas' slots.
+"""Who goes next: a bounded, fair queue per model in front of the replicas' slots.
 
-A slot is held from the grant until the response body has ended. Grants happen inside the waiting room, synchronously,
-in arrival order, exactly as many as there are free slots: nothing polls and nobody is woken in vain. A waiter that has
-left is never granted and counts nowhere. Knows nothing of HTTP; ``policies.admission`` decides, this module obeys.
+A slot is held from the grant until the claim's block ends, which is when the response body has ended. Grants happen inside
+the waiting room, synchronously, exactly as many as there are free slots: nothing polls and nobody is woken in vain. A
+waiter that has left is never granted and counts nowhere. Knows nothing of HTTP; :mod:`policies` decides, this module obeys.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict, defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
-from types import TracebackType
+import random
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from gateway.claim import Claim, Refused, Ticket
 from gateway.current import Current
 from gateway.ledger import Ledger
-from policies.admission import Candidate, Reject, Room, Send, View, Wait, decide
+from policies.admission import Reject, Room, View, decide
+from policies.balance import Candidate, choose
+from policies.config import Config
+from policies.fair import FairQueue, Share
 from policies.replica import Replica
 from policies.wire import Failure
+
+__all__ = ["Refused", "Ticket", "Waitroom"]
 
 _PROMISES = frozenset(("model_loading", "cold_start_timeout"))
 """Refusals after which the client comes back for the very replica that is on its way: they stay demand for a while."""
@@ -32,182 +36,309 @@ class Fleet(Protocol):
 
     def failure(self, model: str) -> Failure | None: ...
 
+    def dispatch(self, replica: Replica) -> bool:
+        """A request goes there; True when it is the one that finds out whether a suspect has recovered."""
+
+    def end_trial(self, replica: Replica) -> None:
+        """That one has ended, whatever became of it."""
+
 
 class Capacity(Protocol):
-    """How many requests this gateway may have on a replica."""
+    """What this gateway may use of what all gateways share."""
 
-    def limit(self, replica: Replica) -> int: ...
+    def limit(self, replica: Replica) -> int:
+        """Requests on this replica at once."""
 
+    def tenant_limit(self, tenant: str) -> int | None:
+        """Requests of this tenant on replicas at once; None: any number."""
 
-class Refused(Exception):
-    """The request may neither go nor wait."""
+    def places(self, tenant: str) -> int | None:
+        """Requests that this tenant may have waiting; None: any number."""
 
-    def __init__(self, reject: Reject) -> None:
-        super().__init__(reject.code)
-        self.reject = reject
+    def wanted(self) -> None:
+        """Somebody waits; more capacity would be used."""
 
-
-@dataclass(slots=True, eq=False)
-class Ticket:
-    """One request's claim to a place; used again when its replica turned out to be unreachable."""
-
-    model: str
-    size: int
-    """Bytes of the body."""
-    deadline: float
-    """Loop time after which it may not be held any more."""
-    turns: int = 0
-    """Slots it has had. After the first it returns to the head of the queue: its turn had come already."""
-    waited_s: float = 0.0
-    """Time spent held, over all turns."""
-
-
-@dataclass(slots=True, eq=False)
-class _Waiter:
-    ticket: Ticket
-    granted: asyncio.Future[Replica]
+    def released(self, incarnation: str, tenant: str) -> None:
+        """One request less."""
 
 
 class Waitroom:
-    """The queues of one gateway process."""
+    """The queues of one gateway process. Needs a running event loop.
 
-    def __init__(self, current: Current, *, fleet: Fleet, capacity: Capacity, ledger: Ledger) -> None:
+    Args:
+        expected: (model, position) -> seconds until the one at that position, 1 = next, would be served; None: unknown.
+        draw: a random number in [0, 1).
+    """
+
+    def __init__(
+        self,
+        current: Current,
+        *,
+        fleet: Fleet,
+        capacity: Capacity,
+        ledger: Ledger,
+        expected: Callable[[str, int], float | None] = lambda model, position: None,
+        draw: Callable[[], float] = random.random,
+    ) -> None:
         self._current = current
         self._fleet = fleet
         self._capacity = capacity
         self._ledger = ledger
-        self._queues: defaultdict[str, OrderedDict[int, _Waiter]] = defaultdict(OrderedDict)
+        self._expected = expected
+        self._draw = draw
+        self._loop = asyncio.get_running_loop()
+        self._queues: dict[str, FairQueue[Claim]] = {}
+        self._throttled: dict[str, dict[str, None]] = {}
+        """tenant at its limit -> models it waits for, longest first."""
         self._draining = False
+        current.on_change.append(self._reloaded)
 
-    def slot(self, ticket: Ticket) -> Slot:
-        """``async with slot(ticket) as replica``: waits for a replica and keeps the slot until the block ends.
+    def claim(self, ticket: Ticket) -> Claim:
+        """``with claim(ticket) as claim``: a slot at once, or a place in the queue; given back when the block ends.
 
         Raises:
-            Refused: on entry, when the request may neither go nor wait (any longer).
+            Refused: on entry, when the request may neither go nor wait.
         """
-        return Slot(self, ticket)
+        return Claim(self, ticket)
 
     def drain(self) -> None:
         """Refuse all waiters, and from now on everyone who would have to wait."""
         self._draining = True
+        self.pump_all()
+
+    def pump_all(self) -> None:
+        """Capacity of any kind has changed."""
+        for tenant in list(self._throttled):
+            self._unblock(tenant)
         for model in list(self._queues):
             self.pump(model)
 
     def pump(self, model: str) -> None:
-        """Serve the head of the queue for as long as something can be decided about it. Call after any change."""
+        """Grant free slots for as long as there are some, or refuse all if nothing can come. Call after any change."""
         queue = self._queues.get(model)
-        while queue:
-            key, waiter = next(iter(queue.items()))
-            if waiter.granted.done():
-                self._remove(key, waiter)
-                continue
-            verdict = decide(self._view(waiter.ticket, waiting=True, overdue=False))
-            if isinstance(verdict, Wait):
-                return
-            self._settle(key, waiter, verdict)
-
-    async def enter(self, ticket: Ticket) -> Replica:
-        """Wait for a slot. The caller owes one :meth:`leave` for every replica it gets."""
-        loop = asyncio.get_running_loop()
-        self.pump(ticket.model)
-        verdict = decide(self._view(ticket, waiting=False, overdue=loop.time() >= ticket.deadline))
-        ticket.turns += 1
-        if isinstance(verdict, Send):
-            self._ledger.begin(ticket.model, verdict.incarnation)
-            return self._chosen(ticket.model, verdict.incarnation)
-        if isinstance(verdict, Reject):
-            raise self._refused(ticket, verdict)
-        return await self._wait(ticket, loop)
-
-    def leave(self, ticket: Ticket, replica: Replica) -> None:
-        """Give the slot back; the next in line gets it at once."""
-        self._ledger.end(ticket.model, replica.incarnation)
-        self.pump(ticket.model)
-
-    async def _wait(self, ticket: Ticket, loop: asyncio.AbstractEventLoop) -> Replica:
-        waiter = _Waiter(ticket, loop.create_future())
-        key, since = id(waiter), loop.time()
-        queue = self._queues[ticket.model]
-        queue[key] = waiter
-        if ticket.turns > 1:
-            queue.move_to_end(key, last=False)
-        self._ledger.hold(ticket.model, ticket.size)
-        timer = loop.call_at(ticket.deadline, self._expire, key, waiter)
-        try:
-            return await waiter.granted
-        except asyncio.CancelledError:
-            if waiter.granted.done() and not waiter.granted.cancelled() and waiter.granted.exception() is None:
-                self.leave(ticket, waiter.granted.result())
-            raise
-        finally:
-            timer.cancel()
-            ticket.waited_s += loop.time() - since
-            self._remove(key, waiter)
-
-    def _expire(self, key: int, waiter: _Waiter) -> None:
-        if not waiter.granted.done():
-            verdict = decide(self._view(waiter.ticket, waiting=True, overdue=True))
-            assert not isinstance(verdict, Wait), "an overdue request must not wait"
-            self._settle(key, waiter, verdict)
-
-    def _settle(self, key: int, waiter: _Waiter, verdict: Send | Reject) -> None:
-        """The counts move before the waiter's task runs: the next decision already sees them."""
-        ticket = waiter.ticket
-        if isinstance(verdict, Reject):
-            refused = self._refused(ticket, verdict)
-            self._remove(key, waiter)
-            waiter.granted.set_exception(refused)
+        if queue is None:
             return
-        del self._queues[ticket.model][key]
-        self._ledger.grant(ticket.model, ticket.size, verdict.incarnation)
-        waiter.granted.set_result(self._chosen(ticket.model, verdict.incarnation))
+        while (tenant := queue.next_tenant()) is not None:
+            if self._at_limit(tenant):
+                self._block(tenant, model, queue)
+                continue
+            candidates = self._candidates(model)
+            if not any(candidate.free for candidate in candidates):
+                break
+            claim = queue.head()
+            if claim.leaving:
+                self._remove(claim)
+            else:
+                queue.pop()
+                self._grant(claim, candidates)
+        if queue:
+            verdict = decide(self._view(model, waiting=True))
+            if isinstance(verdict, Reject):
+                for claim in list(queue):
+                    self._refuse(claim, verdict)
+        self._tidy(model)
 
-    def _remove(self, key: int, waiter: _Waiter) -> None:
-        """Out of the queue and out of the counts; nothing if it has left before."""
-        if self._queues[waiter.ticket.model].pop(key, None) is not None:
-            self._ledger.unhold(waiter.ticket.model, waiter.ticket.size)
+    # What claims call.
+
+    def enter(self, claim: Claim, *, returned: bool = False) -> None:
+        ticket = claim.ticket
+        self.pump(ticket.model)
+        ticket.turns += 1
+        queue, throttled = self._queues.get(ticket.model), self._at_limit(ticket.tenant)
+        if not throttled and (queue is None or not queue.ready):
+            # Nobody is passed over: who waits could not use the slot.
+            candidates = self._candidates(ticket.model)
+            chosen = self._choose(ticket, candidates)
+            if chosen is not None:
+                self._ledger.begin(ticket.model, chosen.incarnation, ticket.tenant)
+                self._give(claim, chosen)
+                return
+        self._wait(claim, throttled=throttled, returned=returned)
+
+    def position(self, claim: Claim) -> int:
+        queue = self._queues.get(claim.ticket.model)
+        return 0 if queue is None or claim.place is None else queue.position(claim.place)
+
+    def leave(self, claim: Claim) -> None:
+        """Out of the queue, or out of the slot, which the next in line gets at once."""
+        if claim.place is not None:
+            self._remove(claim)
+        elif claim.replica is not None:
+            ticket = claim.ticket
+            self.release(claim)
+            self.pump(ticket.model)
+            if ticket.tenant in self._throttled:
+                self._unblock(ticket.tenant)
+
+    def release(self, claim: Claim) -> None:
+        """The slot is free; nobody has it yet."""
+        ticket, replica = claim.ticket, claim.replica
+        assert replica is not None
+        claim.replica = None
+        self._ledger.end(ticket.model, replica.incarnation, ticket.tenant)
+        if claim.trial:
+            claim.trial = False
+            self._fleet.end_trial(replica)
+        self._capacity.released(replica.incarnation, ticket.tenant)
+
+    def expire(self, claim: Claim) -> None:
+        if claim.place is not None:
+            ticket = claim.ticket
+            verdict = decide(self._view(ticket.model, waiting=True, left_s=0.0, throttled=self._at_limit(ticket.tenant)))
+            assert isinstance(verdict, Reject), "an overdue request must not wait"
+            self._refuse(claim, verdict)
+
+    # The steps.
+
+    def _wait(self, claim: Claim, *, throttled: bool, returned: bool) -> None:
+        ticket, now = claim.ticket, self._loop.time()
+        queue = self._queues.get(ticket.model)
+        if queue is None:
+            queue = self._queues[ticket.model] = FairQueue(self._share)
+        place = queue.push(claim, ticket.tenant, returned=returned)
+        verdict = decide(
+            self._view(
+                ticket.model,
+                # Who has had a turn had a place before it, and does not lose it to those who came later.
+                waiting=returned,
+                size=ticket.size,
+                left_s=ticket.deadline - now,
+                eta_s=self._expected(ticket.model, queue.position(place)),
+                throttled=throttled,
+                places=self._places(ticket.tenant),
+            )
+        )
+        if isinstance(verdict, Reject):
+            queue.remove(place)
+            self._tidy(ticket.model)
+            raise self._refused(ticket, verdict)
+        claim.place, claim.since = place, now
+        claim.timer = self._loop.call_at(ticket.deadline, self.expire, claim)
+        self._ledger.hold(ticket.model, ticket.size, ticket.tenant)
+        if throttled:
+            self._block(ticket.tenant, ticket.model, queue)
+        self._capacity.wanted()
+        if returned:
+            self.pump(ticket.model)
+
+    def _grant(self, claim: Claim, candidates: Sequence[Candidate]) -> None:
+        """The counts move before the waiter's task runs: the next decision already sees them."""
+        ticket = claim.ticket
+        chosen = self._choose(ticket, candidates)
+        assert chosen is not None, "a grant without a free slot"
+        self._stop_waiting(claim)
+        self._ledger.grant(ticket.model, ticket.size, chosen.incarnation, ticket.tenant)
+        self._give(claim, chosen)
+        claim.decided()
+
+    def _give(self, claim: Claim, chosen: Candidate) -> None:
+        replicas = self._fleet.available(claim.ticket.model)
+        claim.replica = next(replica for replica in replicas if replica.incarnation == chosen.incarnation)
+        claim.trial = self._fleet.dispatch(claim.replica)
+
+    def _refuse(self, claim: Claim, reject: Reject) -> None:
+        self._remove(claim)
+        claim.refused = self._refused(claim.ticket, reject)
+        claim.decided()
+
+    def _remove(self, claim: Claim) -> None:
+        """Out of the queue and out of the counts."""
+        ticket, place = claim.ticket, claim.place
+        assert place is not None
+        self._queues[ticket.model].remove(place)
+        self._stop_waiting(claim)
+        self._ledger.unhold(ticket.model, ticket.size, ticket.tenant)
+        self._tidy(ticket.model)
+
+    def _stop_waiting(self, claim: Claim) -> None:
+        claim.place = None
+        if claim.timer is not None:
+            claim.timer.cancel()
+            claim.timer = None
+        claim.ticket.waited_s += self._loop.time() - claim.since
 
     def _refused(self, ticket: Ticket, reject: Reject) -> Refused:
         if reject.code in _PROMISES:
             self._ledger.turn_away(ticket.model)
         return Refused(reject)
 
-    def _chosen(self, model: str, incarnation: str) -> Replica:
-        return next(replica for replica in self._fleet.available(model) if replica.incarnation == incarnation)
+    def _tidy(self, model: str) -> None:
+        if not self._queues.get(model, True):
+            del self._queues[model]
 
-    def _view(self, ticket: Ticket, *, waiting: bool, overdue: bool) -> View:
-        model = self._current.config.models[ticket.model]
-        ledger, failure, whole = self._ledger, self._fleet.failure(ticket.model), self._current.config.gateway.hold
+    def _block(self, tenant: str, model: str, queue: FairQueue[Claim]) -> None:
+        """Others pass this tenant until one of its requests has ended, on whatever model."""
+        queue.block(tenant)
+        self._throttled.setdefault(tenant, {})[model] = None
+
+    def _unblock(self, tenant: str) -> None:
+        for model in self._throttled.pop(tenant, ()):
+            queue = self._queues.get(model)
+            if queue is not None:
+                queue.unblock(tenant)
+                self.pump(model)
+
+    def _reloaded(self, before: Config, after: Config) -> None:
+        for queue in self._queues.values():
+            queue.reshare()
+        self.pump_all()
+
+    # What decisions look at.
+
+    def _choose(self, ticket: Ticket, candidates: Sequence[Candidate]) -> Candidate | None:
+        spec = self._current.config.models.get(ticket.model)
+        if spec is None:
+            return None
+        return choose(spec.balance, candidates, affinity=ticket.affinity, draw=self._draw())
+
+    def _candidates(self, model: str) -> list[Candidate]:
+        if model not in self._current.config.models:
+            return []
+        inflight, limit = self._ledger.inflight, self._capacity.limit
+        return [
+            Candidate(replica.incarnation, inflight(replica.incarnation), limit(replica))
+            for replica in self._fleet.available(model)
+        ]
+
+    def _at_limit(self, tenant: str) -> bool:
+        limit = self._capacity.tenant_limit(tenant) if tenant else None
+        return limit is not None and self._ledger.tenant_inflight(tenant) >= limit
+
+    def _places(self, tenant: str) -> int | None:
+        places = self._capacity.places(tenant) if tenant else None
+        return None if places is None else places - self._ledger.tenant_held(tenant)
+
+    def _share(self, tenant: str) -> Share:
+        spec = self._current.config.tenants.get(tenant)
+        return Share() if spec is None else Share(spec.weight, spec.priority)
+
+    def _view(
+        self,
+        model: str,
+        *,
+        waiting: bool,
+        size: int = 0,
+        left_s: float = float("inf"),
+        eta_s: float | None = None,
+        throttled: bool = False,
+        places: int | None = None,
+    ) -> View:
+        spec, whole, ledger = self._current.config.models.get(model), self._current.config.gateway.hold, self._ledger
+        failure, room = self._fleet.failure(model), whole if spec is None else spec.hold
         return View(
-            candidates=[
-                Candidate(replica.incarnation, ledger.inflight(replica.incarnation), self._capacity.limit(replica))
-                for replica in self._fleet.available(ticket.model)
-            ],
+            replicas=len(self._fleet.available(model)),
             rooms=(
-                Room(ledger.held(ticket.model), ledger.held_bytes(ticket.model), model.hold.max_requests, model.hold.max_bytes),
+                Room(ledger.held(model), ledger.held_bytes(model), room.max_requests, room.max_bytes),
                 Room(ledger.total_held, ledger.total_bytes, whole.max_requests, whole.max_bytes),
             ),
-            size=ticket.size,
+            size=size,
             waiting=waiting,
-            overdue=overdue,
-            on_cold=model.on_cold,
+            left_s=left_s,
+            eta_s=eta_s,
+            on_cold="hold" if spec is None else spec.on_cold,
             failure=None if failure is None else failure.detail,
             draining=self._draining,
+            throttled=throttled,
+            places=places,
+            gone=spec is None,
         )
-
-
-class Slot:
-    """The context manager of :meth:`Waitroom.slot`; left exactly once, whatever happens inside."""
-
-    __slots__ = ("_replica", "_room", "_ticket")
-
-    def __init__(self, room: Waitroom, ticket: Ticket) -> None:
-        self._room = room
-        self._ticket = ticket
-
-    async def __aenter__(self) -> Replica:
-        self._replica = await self._room.enter(self._ticket)
-        return self._replica
-
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._room.leave(self._ticket, self._replica)

@@ -1,6 +1,7 @@
-"""What happens to a request right now: it is sent to a replica, waits, or is rejected.
+"""What happens to a request that no replica has a free slot for: it waits, or is rejected.
 
-The caller asks again whenever something that the view shows has changed.
+Asked when :func:`policies.balance.choose` has found nothing, or the tenant has all the slots it may have; asked again
+whenever something that the view shows has changed.
 """
 
 from __future__ import annotations
@@ -17,17 +18,10 @@ Code = Literal[
     "cold_start_timeout",
     "restore_failed",
     "shutting_down",
+    "rate_limit_exceeded",
+    "model_not_found",
 ]
 """Why a request was rejected: the ``code`` of the error that the client gets."""
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """An admitted replica as the asking gateway sees it."""
-
-    incarnation: str
-    inflight: int
-    limit: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,28 +38,29 @@ class Room:
 class View:
     """Everything the decision needs."""
 
-    candidates: Sequence[Candidate]
-    """ADMITTED replicas that are not suspect."""
+    replicas: int
+    """ADMITTED ones that are trusted, however busy."""
     rooms: Sequence[Room]
     """The model's waiting room and the gateway's; the request itself counts in neither unless it already waits."""
     size: int
     """Bytes of this request's body."""
     waiting: bool
     """It already holds a place in both rooms."""
-    overdue: bool
-    """Its deadline has passed."""
+    left_s: float
+    """Until its deadline; 0 or less when that has passed."""
+    eta_s: float | None
+    """Until it would be served if it waited; None: nobody knows."""
     on_cold: Literal["hold", "reject"]
     failure: str | None
     """Why no replica of this model can come, if that is certain."""
     draining: bool
     """This gateway is shutting down."""
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Dispatch to this replica."""
-
-    incarnation: str
+    throttled: bool = False
+    """Its tenant has all the slots on replicas that it may have, so a free one would not help."""
+    places: int | None = None
+    """How many more requests its tenant may have waiting; None: any number."""
+    gone: bool = False
+    """The configuration has this model no more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,36 +76,46 @@ class Reject:
     detail: str = ""
 
 
-def decide(view: View) -> Send | Wait | Reject:
+def decide(view: View) -> Wait | Reject:
     """The numbered decision, first match wins.
 
-    1. A replica has a free slot: send to the one with the fewest requests in flight, unless earlier requests wait for it
-       (the caller asks for waiters first, in order).
+    1. The model is gone: reject, finally.
     2. The gateway is draining: reject; nothing new may wait.
-    3. The deadline has passed: reject.
+    3. The deadline has passed: reject, by what was waited for.
     4. No replica exists and none can come: reject, finally.
     5. No replica exists and this model does not hold: reject; the client comes back.
     6. It already waits: keep its place.
-    7. A room is full in requests or in bytes: reject.
-    8. Wait.
+    7. It cannot be served before its deadline: reject now rather than then.
+    8. Its tenant may have no more waiting: reject, whoever else may.
+    9. A room is full in requests or in bytes: reject.
+    10. Wait.
     """
-    free = [c for c in view.candidates if c.inflight < c.limit]
-    if free:
-        return Send(min(free, key=lambda c: (c.inflight, c.incarnation)).incarnation)
+    if view.gone:
+        return Reject("model_not_found")
     if view.draining:
         return Reject("shutting_down")
-    if view.overdue:
-        return Reject("capacity_exceeded" if view.candidates else "cold_start_timeout")
-    if not view.candidates:
+    if view.left_s <= 0:
+        return Reject(_late(view))
+    if not view.replicas:
         if view.failure is not None:
             return Reject("restore_failed", view.failure)
         if view.on_cold == "reject":
             return Reject("model_loading")
     if view.waiting:
         return Wait()
+    if view.eta_s is not None and view.eta_s > view.left_s:
+        return Reject(_late(view), f"it would have been served in {view.eta_s:.1f} s, its deadline is in {view.left_s:.1f} s")
+    if view.places is not None and view.places <= 0:
+        return Reject("rate_limit_exceeded", "it has as many requests waiting as it may")
     for room in view.rooms:
         if room.requests + 1 > room.max_requests:
             return Reject("queue_full")
         if room.bytes + view.size > room.max_bytes:
             return Reject("queue_bytes_full")
     return Wait()
+
+
+def _late(view: View) -> Code:
+    if view.throttled:
+        return "rate_limit_exceeded"
+    return "capacity_exceeded" if view.replicas else "cold_start_timeout"

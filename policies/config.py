@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, JsonValue, ValidationError, field_validator, model_validator
 
+from policies.balance import Balance
 from policies.groups import Group
 from policies.holding import Bounds, Hold
 from policies.scalars import Bytes, Count, PositiveSeconds, Seconds, Section
@@ -24,9 +25,6 @@ _MODEL_NAME = re.compile(r"[^\s\x00-\x1f\x7f#]{1,200}")
 
 class ConfigError(ValueError):
     """The configuration is not usable. The message lists every fault, one a line: ``path: what is wrong``."""
-
-
-Balance = Literal["least_outstanding", "power_of_two", "session", "prefix"]
 
 
 def _network(value: str) -> str:

@@ -1,0 +1,138 @@
+"""One request's side of the waiting room: what it asks for, what it holds, and why it was refused.
+
+Knows nothing of queues; what is granted, and when, is the room's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol
+
+from policies.admission import Reject
+from policies.fair import Place
+from policies.replica import Replica
+
+
+class Refused(Exception):
+    """The request may neither go nor wait."""
+
+    def __init__(self, reject: Reject) -> None:
+        super().__init__(reject.code)
+        self.reject = reject
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """What a request asks for."""
+
+    model: str
+    size: int
+    """Bytes of the body."""
+    deadline: float
+    """Loop time after which it may not be held any more."""
+    tenant: str = ""
+    affinity: str = ""
+    """What requests that belong on one replica share; empty: nothing."""
+    turns: int = 0
+    """Slots it has had, or asked for."""
+    waited_s: float = 0.0
+    """Time spent held, over all turns."""
+
+
+class Room(Protocol):
+    """The waiting room as its claims use it."""
+
+    def enter(self, claim: Claim, *, returned: bool = False) -> None:
+        """A slot or a place. ``returned``: it had a turn that it could not use."""
+
+    def release(self, claim: Claim) -> None:
+        """The slot is free; nobody has it yet."""
+
+    def leave(self, claim: Claim) -> None:
+        """Neither slot nor place any more."""
+
+    def position(self, claim: Claim) -> int: ...
+
+
+class Claim:
+    """A hold on a place or a slot; a context manager, left exactly once and without awaiting."""
+
+    __slots__ = ("_room", "_waiter", "on_decided", "place", "refused", "replica", "since", "ticket", "timer", "trial")
+
+    def __init__(self, room: Room, ticket: Ticket) -> None:
+        self._room = room
+        self._waiter: asyncio.Future[None] | None = None
+        self.ticket = ticket
+        self.replica: Replica | None = None
+        """Where the request may be sent, as soon as that is decided."""
+        self.refused: Refused | None = None
+        """Why it may wait no more."""
+        self.on_decided: Callable[[], None] | None = None
+        """Called once :attr:`replica` or :attr:`refused` is set for a waiter. It runs inside the waiting room: it may
+        schedule what follows, not do it."""
+        # For the waiting room.
+        self.place: Place[Claim] | None = None
+        self.since = 0.0
+        self.timer: asyncio.TimerHandle | None = None
+        self.trial = False
+
+    def __enter__(self) -> Claim:
+        self._room.enter(self)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._room.leave(self)
+
+    @property
+    def leaving(self) -> bool:
+        """Its client has gone, and its task is about to find out."""
+        return self._waiter is not None and self._waiter.cancelled()
+
+    @property
+    def position(self) -> int:
+        """How many grants until this one, 1 = next; 0 when it does not wait."""
+        return self._room.position(self)
+
+    async def granted(self, within_s: float | None = None) -> Replica | None:
+        """The replica to send to; None when ``within_s`` seconds have passed and it still waits.
+
+        Raises:
+            Refused: it may wait no more.
+        """
+        if self.replica is None and self.refused is None:
+            loop = asyncio.get_running_loop()
+            self._waiter = waiter = loop.create_future()
+            timer = None if within_s is None else loop.call_later(within_s, _finish, waiter)
+            try:
+                await waiter
+            finally:
+                self._waiter = None
+                if timer is not None:
+                    timer.cancel()
+        if self.refused is not None:
+            raise self.refused
+        return self.replica
+
+    def again(self) -> None:
+        """The replica could not be reached: give the slot back and return to the head of the queue.
+
+        Raises:
+            Refused: it may neither go nor wait any more.
+        """
+        self._room.release(self)
+        self._room.enter(self, returned=True)
+
+    def decided(self) -> None:
+        """Tell whoever waits for this claim."""
+        if self._waiter is not None:
+            _finish(self._waiter)
+        if self.on_decided is not None:
+            self.on_decided()
+
+
+def _finish(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
