@@ -12,15 +12,17 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from gateway import server
+from gateway import access, server
 from gateway.admin import Admin
 from gateway.capacity import Slices
+from gateway.client import Clients
 from gateway.current import Current
 from gateway.eta import Eta
 from gateway.gauges import Gauges
 from gateway.handover import Line
 from gateway.ledger import Ledger
 from gateway.life import Handler, Life
+from gateway.limits import Limits
 from gateway.link import Link
 from gateway.metrics import Metrics
 from gateway.models import Models
@@ -32,12 +34,24 @@ from gateway.report import Reporter
 from gateway.scaling import Scaler
 from gateway.settings import Settings
 from gateway.store import Store
+from gateway.tenants import Tenants
 from gateway.tls import Certificates
 from gateway.upstream import Upstreams
 from gateway.waitroom import Waitroom
 from policies.config import Config
 
 INFERENCE = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+_STDOUT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Callers:
+    """What is known of those who ask: who they are, what they may, what is noted of them."""
+
+    tenants: Tenants
+    limits: Limits
+    clients: Clients
+    log: access.Log
 
 
 @dataclass(slots=True)
@@ -61,6 +75,7 @@ class Gateway:
     proxy: Proxy
     admin: Admin
     models: Models
+    callers: Callers
     certificates: Certificates | None
     reloader: Reloader
 
@@ -105,6 +120,7 @@ def compose(settings: Settings, metrics: Metrics, line: Line | None = None) -> G
         proxy=Proxy(current, ledger=ledger, registry=registry, waitroom=waitroom, upstreams=upstreams, eta=eta, metrics=metrics),
         admin=admin,
         models=Models(current, registry),
+        callers=_callers(current, store, reporter, metrics),
         certificates=certificates,
         reloader=Reloader(
             current,
@@ -119,6 +135,15 @@ def compose(settings: Settings, metrics: Metrics, line: Line | None = None) -> G
     link.on_connect.append(lambda: _remember(gateway, eta))
     _connect(gateway)
     return gateway
+
+
+def _callers(current: Current, store: Store, reporter: Reporter, metrics: Metrics) -> Callers:
+    loop = asyncio.get_running_loop()
+    limits = Limits(current, store=store, gateways=lambda: reporter.gateways, clock=loop.time)
+    limits.on_limited = lambda tenant, limit: metrics.rate_limited.labels(metrics.tenant(tenant), limit).inc()
+    metrics.know_tenants(current.config.tenants)
+    log = access.Log(current, _STDOUT, on_dropped=metrics.access_log_lost_lines.inc)
+    return Callers(Tenants(current), limits, Clients(current), log)
 
 
 async def _remember(gateway: Gateway, eta: Eta) -> None:
@@ -170,6 +195,7 @@ def _reloaded(gateway: Gateway, before: Config, after: Config) -> None:
     """Models may have come, gone or changed; the new configuration is in force already."""
     models = list(after.models)
     gateway.metrics.know(models)
+    gateway.metrics.know_tenants(after.tenants)
     gateway.link.know(models)
     for model in {**before.models, **after.models}:
         gateway.waitroom.pump(model)
@@ -218,10 +244,13 @@ async def _life(app: web.Application) -> AsyncIterator[None]:
     """Start the parts that live as long as the process; at the end take the report back, then let go of the store."""
     gateway = app[GATEWAY]
     jobs = (gateway.link.run(), gateway.reporter.run(), gateway.scaler.run(), gateway.gauges.run(), gateway.reloader.watch())
-    gateway.life.start(jobs)
+    gateway.life.start((*jobs, gateway.callers.limits.run()))
+    gateway.callers.log.start()
     yield
     await gateway.life.stop()
     await gateway.upstreams.close()
+    await gateway.callers.limits.leave()
+    await asyncio.to_thread(gateway.callers.log.close)
     await gateway.reporter.leave()
     gateway.registry.close()
     await gateway.store.close()
