@@ -1,0 +1,203 @@
+"""The access log: whole lines, no secrets, no waiting, and an honest count of what was lost."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from gateway import access
+from gateway.current import Current
+from gateway.trail import Trail
+from policies.config import parse
+
+MODELS = {"m": {"engine": {"kind": "http", "command": ["/bin/true"]}}}
+
+
+def current(access_log: bool = True) -> Current:
+    return Current(parse({"models": MODELS, "gateway": {"access_log": access_log}}))
+
+
+def trail(**facts: Any) -> Trail:
+    return Trail(**{"id": "req_1", "route": "/v1/chat/completions", "since": 5.0, **facts})
+
+
+@contextlib.contextmanager
+def pipe() -> Iterator[tuple[int, int]]:
+    ends = os.pipe()
+    try:
+        yield ends
+    finally:
+        for end in ends:
+            with contextlib.suppress(OSError):
+                os.close(end)
+
+
+def read_lines(end: int) -> list[dict[str, Any]]:
+    """Everything up to the end of the pipe."""
+    with open(end, "rb", closefd=False) as file:
+        return [json.loads(line) for line in file.read().splitlines()]
+
+
+def logged(*trails: Trail, config: Current | None = None) -> list[dict[str, Any]]:
+    """The lines that these make; as many as a pipe holds."""
+    with pipe() as (out, into):
+        log = access.Log(config or current(), into, wall=lambda: 1_700_000_000.125)
+        log.start()
+        for each in trails:
+            log.write(each)
+        log.close()
+        os.close(into)
+        return read_lines(out)
+
+
+def test_a_line_tells_all_facts_and_no_others() -> None:
+    told = trail(
+        client="192.0.2.7",
+        tenant="alice",
+        model="m",
+        asked="a-name-that-the-client-made-up",
+        stream=True,
+        status=200,
+        code="",
+        phase="streaming",
+        start="restored",
+        replica="m#0",
+        incarnation="inc-1",
+        waited_s=1.23456,
+        first_byte_s=1.5,
+        seconds=2.5,
+        bytes_in=10,
+        bytes_out=2000,
+        prompt_tokens=7,
+        completion_tokens=40,
+    )
+    assert logged(told) == [
+        {
+            "time": "2023-11-14T22:13:20.125Z",
+            "request_id": "req_1",
+            "client": "192.0.2.7",
+            "tenant": "alice",
+            "method": "POST",
+            "route": "/v1/chat/completions",
+            "model": "m",
+            "stream": True,
+            "status": 200,
+            "code": "",
+            "phase": "streaming",
+            "start": "restored",
+            "replica": "m#0",
+            "incarnation": "inc-1",
+            "retries": 0,
+            "waited_s": 1.2346,
+            "ttft_s": 1.5,
+            "duration_s": 2.5,
+            "bytes_in": 10,
+            "bytes_out": 2000,
+            "prompt_tokens": 7,
+            "completion_tokens": 40,
+        }
+    ]
+
+
+def test_a_client_that_left_is_told_as_499() -> None:
+    (line,) = logged(trail())
+    assert (line["status"], line["code"], line["phase"], line["ttft_s"]) == (499, "client_left", "reading", None)
+
+
+def test_odd_names_make_no_second_line() -> None:
+    (line,) = logged(trail(id='a"b\n{"forged": 1}\u2028', tenant="t\r\n"))
+    assert line["request_id"] == 'a"b\n{"forged": 1}\u2028'
+
+
+def test_switched_off_it_writes_nothing_and_a_reload_switches_it_on() -> None:
+    config = current(access_log=False)
+    with pipe() as (out, into):
+        log = access.Log(config, into)
+        log.start()
+        log.write(trail(id="unseen"))
+        config.replace(current().config)
+        log.write(trail(id="seen"))
+        log.close()
+        os.close(into)
+        assert [line["request_id"] for line in read_lines(out)] == ["seen"]
+
+
+def test_lines_keep_their_order_and_come_whole_beside_those_of_others() -> None:
+    """Two workers share one pipe: each write is small enough to go in in one piece."""
+    with pipe() as (out, into):
+        found: list[dict[str, Any]] = []
+        reader = threading.Thread(target=lambda: found.extend(read_lines(out)))
+        reader.start()
+        logs = [access.Log(current(), into) for _ in range(2)]
+        for number, log in enumerate(logs):
+            log.start()
+            for n in range(1000):
+                log.write(trail(id=f"{number}-{n}"))
+        for log in logs:
+            log.close(10)
+        os.close(into)
+        reader.join(10)
+    for number in range(2):
+        mine = [line["request_id"] for line in found if line["request_id"].startswith(f"{number}-")]
+        assert mine == [f"{number}-{n}" for n in range(1000)]
+
+
+def test_a_reader_that_stalls_costs_lines_but_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(access, "BOUND", 500)
+    lost: list[int] = []
+    with pipe() as (out, into):
+        log = access.Log(current(), into, on_dropped=lost.append)
+        log.start()
+        began = time.monotonic()
+        for n in range(20_000):
+            log.write(trail(id=f"r{n}"))
+        assert time.monotonic() - began < 2
+        found: list[dict[str, Any]] = []
+        reader = threading.Thread(target=lambda: found.extend(read_lines(out)))
+        reader.start()
+        log.close(10)
+        os.close(into)
+        reader.join(10)
+    told = [line["lines"] for line in found if line.get("event") == "access log lines lost"]
+    written = sum("request_id" in line for line in found)
+    assert told == lost
+    assert sum(told) > 0
+    assert written + sum(told) == 20_000
+
+
+def test_a_reader_that_never_reads_does_not_keep_the_process() -> None:
+    with pipe() as (_, into):
+        log = access.Log(current(), into)
+        log.start()
+        for n in range(2000):
+            log.write(trail(id=f"r{n}", tenant="x" * 200))
+        began = time.monotonic()
+        log.close(0.2)
+        assert time.monotonic() - began < 1
+
+
+def test_a_reader_that_is_gone_ends_the_log_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    with pipe() as (out, into):
+        os.close(out)
+        log = access.Log(current(), into)
+        log.start()
+        log.write(trail())
+        log.close(5)
+        log.write(trail())
+    assert "access log ended" in caplog.text
+
+
+def test_every_fact_of_a_trail_is_either_logged_or_left_out_on_purpose() -> None:
+    facts = {field.name for field in dataclasses.fields(Trail)}
+    renamed = {"id": "request_id", "first_byte_s": "ttft_s", "seconds": "duration_s"}
+    left_out = {"since", "asked", "committed", "client_retry"}
+    (line,) = logged(trail())
+    assert {renamed.get(fact, fact) for fact in facts - left_out} == line.keys() - {"time"}
