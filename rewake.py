@@ -22,6 +22,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from gateway import keys
 from policies.config import Config, Model
 from policies.manifest import Manifest
 from policies.replica import TERMINAL
@@ -159,6 +160,8 @@ def doctor(config: ConfigFile = None, json_: AsJson = False) -> None:
             print("No configuration file was found: only the host was checked, with default settings.")
     raise typer.Exit(FAILED if any(finding.ok == "fail" for finding in findings) else OK)
 
+
+app.command()(keys.key)
 
 # ---------------------------------------------------------------- replicas
 

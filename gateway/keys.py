@@ -1,10 +1,15 @@
-"""New API keys, and the line of the configuration by which each is recognised."""
+"""New API keys, and the hash by which the configuration recognises each: ``rewake key``. No process of the gateway needs this."""
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
-from dataclasses import dataclass
+import sys
+from dataclasses import asdict, dataclass
+from typing import Annotated
+
+import typer
 
 from policies.tenancy import key_hash
 
@@ -45,3 +50,19 @@ def given(key: str) -> Key:
     if not _PLAIN.fullmatch(key):
         raise UnusableKey("the key holds spaces or characters beyond ASCII, which no header can carry safely")
     return Key(key, key_hash(key))
+
+
+def key(
+    stdin: Annotated[bool, typer.Option("--stdin", help="Hash a key that you have already: one line of standard input.")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Make an API key for a tenant. It is printed this once, with the hash that the configuration holds of it."""
+    try:
+        made = given(sys.stdin.readline().strip()) if stdin else new()
+    except UnusableKey as error:
+        raise typer.BadParameter(f"{error}; `rewake key` makes a good one") from None
+    if json_:
+        print(json.dumps(asdict(made)))
+        return
+    print(f"key   {made.key}\nhash  {made.hash}", flush=True)
+    print("Give the key to its owner, put the hash under tenants.NAME.keys, and run `rewake reload`.", file=sys.stderr)
