@@ -111,7 +111,7 @@ def up(config: ConfigFile = None) -> None:
         found = await doctors.criu(parsed)
         return "" if found.ok == "ok" else f"cold starts only, because CRIU is not usable: {found.found}; {found.remedy}"
 
-    run = Up(parsed, path, say, pass_on, note=lambda: asyncio.ensure_future(note()))
+    run = Up(parsed, path, say, pass_on, read=lambda: load(path)[1], note=lambda: asyncio.ensure_future(note()))
     raise typer.Exit(asyncio.run(run.run()))
 
 

@@ -11,11 +11,10 @@ import signal
 import sys
 from pathlib import Path
 
-import yaml
-
-from policies.config import Config, ConfigError, parse
+from policies.config import Config
 from restorer.errors import RestorerError
 from restorer.host import build
+from restorer.reload import Line, read, reload
 from restorer.worker import Worker
 
 log = logging.getLogger("rewake.restorer")
@@ -23,9 +22,13 @@ USAGE = 2
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run until SIGTERM or SIGINT. Exit status: 0 stopped, 1 failed, 2 unusable settings or no right to run."""
+    """Run until SIGTERM or SIGINT; SIGHUP reads the configuration again.
+
+    Exit status: 0 stopped, 1 failed, 2 unusable settings or no right to run.
+    """
     parser = argparse.ArgumentParser(prog="restorer", description=__doc__)
     parser.add_argument("--config", required=True, type=Path)
+    parser.add_argument("--control-fd", type=int, help="the line to a supervisor, which has the configuration")
     parser.add_argument("--store", required=True, help="redis://, rediss:// or unix:// URL of the shared store")
     options = parser.parse_args(argv)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
@@ -33,30 +36,38 @@ def main(argv: list[str] | None = None) -> int:
     if os.geteuid() != 0:
         return _refuse("the restorer makes namespaces and runs CRIU: start it as root")
     try:
-        config = parse(yaml.safe_load(options.config.read_text()))
-    except OSError as error:
-        return _refuse(f"{options.config} cannot be read: {error.strerror}")
-    except (yaml.YAMLError, ConfigError) as error:
-        return _refuse(f"{options.config} is not usable:\n{error}")
+        line = None if options.control_fd is None else Line(options.control_fd)
+        config = read(options.config) if line is None else line.first()
+    except RestorerError as error:
+        return _refuse(str(error))
     lock = _only_one(config)
     if lock is None:
         return _refuse(f"another restorer works in {config.run_dir}; stop it first, or give this one a run_dir of its own")
     try:
         # Not uvloop: its children inherit descriptors that are not theirs, and an engine that holds one cannot be dumped.
-        return asyncio.run(_serve(config, options.store))
+        return asyncio.run(_serve(config, options.store, options.config, line))
     except RestorerError as error:
         print(f"restorer: {error}", file=sys.stderr)
         return 1
 
 
-async def _serve(config: Config, store: str) -> int:
+async def _serve(config: Config, store: str, file: Path, line: Line | None) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     host = await asyncio.to_thread(build, config, store)
     log.info("restorer on %s: %s", host.name, host.capability)
-    await Worker(host).run(stop)
+    if line is None:
+        loop.add_signal_handler(signal.SIGHUP, reload, host, file)
+        await Worker(host).run(stop)
+        return 0
+    hearing = asyncio.create_task(line.run(host))
+    try:
+        await Worker(host).run(stop)
+    finally:
+        hearing.cancel()
+        await asyncio.wait({hearing})
     return 0
 
 

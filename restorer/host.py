@@ -81,10 +81,18 @@ class Host:
     capability: str
     """How CRIU was found, or what is missing."""
     news: News = field(default_factory=News)
+    _gone: dict[str, Model] = field(default_factory=dict)
+    """The last settings of models that the configuration has no more: their replicas still have to end."""
 
     def model(self, name: str) -> Model:
-        """Settings of a model that the configuration has."""
-        return self.config.models[name]
+        """Settings of a model that the configuration has, or had while this process ran."""
+        found = self.config.models.get(name)
+        return self._gone[name] if found is None else found
+
+    def adopt(self, config: Config) -> None:
+        """Put another configuration in force."""
+        self._gone.update({name: model for name, model in self.config.models.items() if name not in config.models})
+        self.config = config
 
     def match(self, name: str) -> Match:
         """Compare every snapshot of a model with this host and its settings. Blocks: it may hash weights."""

@@ -21,8 +21,8 @@ from pydantic import ValidationError
 from policies.config import Config, ConfigError, parse
 from policies.replica import COMING
 from policies.wire import Operation, OperationState
+from restorer.listening import base_url
 from restorer.rundir import TOKEN
-from restorer.up import base_url
 
 FAILED, USAGE = 1, 2
 DEFAULTS = (Path("rewake.yaml"), Path("/etc/rewake/rewake.yaml"))

@@ -1,55 +1,49 @@
-"""Keeps child processes running: starts, restarts with backoff, passes on what they print, stops them.
+"""Keeps child processes running: starts, restarts with backoff, replaces without a gap, stops them.
 
-A child is an argv; what it does is not known here. Each runs in a session of its own, so that a Ctrl-C reaches the
-supervisor alone and the order of the end stays its decision, and gets a signal from the kernel however the supervisor dies.
+A child is an argv; what it does is not known here. Its successor is started while it still runs, and only when that says that
+it is ready is the old one told to end.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
+import dataclasses
 import os
 import signal
-import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import Any
 
-from restorer.rundir import Account
+from restorer.channel import Channel
+from restorer.child import Child, Life, Say, readable
 
-_LINE = 16 << 10
-_LAST_WORDS_S = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class Child:
-    """How one process is run."""
-
-    name: str
-    argv: tuple[str, ...]
-    stop_s: float
-    """How long it may take to end after SIGTERM before it is killed."""
-    orphan_signal: signal.Signals = signal.SIGTERM
-    """What the kernel sends it when the supervisor dies."""
-    account: Account | None = None
-    """Who it runs as, without supplementary groups; None: whoever runs the supervisor."""
-    cwd: Path = Path("/")
-    env: Mapping[str, str] | None = None
-    """Its whole environment; None: the supervisor's."""
-    program: Path | None = None
-    """A file to run in place of ``argv[0]`` although its account cannot reach it by path."""
-    muted: str = ""
-    """Lines that contain this are not passed on."""
+__all__ = ["Child", "Supervisor", "end"]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Kept:
     child: Child
-    task: asyncio.Task[None]
-    process: subprocess.Popen[bytes] | None = None
+    life: Life | None = None
+    """The one that is kept running."""
+    coming: Life | None = None
+    """Its successor, which is not ready yet."""
+    ending: dict[Life, asyncio.Task[None]] = field(default_factory=dict)
+    """Predecessors, which were told to end, and what sees to that."""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set, and renewed, when :attr:`life` is another one."""
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    task: asyncio.Task[None] | None = None
+    replacing: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def follow(self, life: Life | None) -> None:
+        self.life = life
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    def lives(self) -> list[Life]:
+        return [life for life in (self.life, self.coming, *self.ending) if life is not None]
 
 
 class Supervisor:
@@ -65,7 +59,7 @@ class Supervisor:
     def __init__(
         self,
         *,
-        say: Callable[[str, str], None],
+        say: Say,
         changed: Callable[[Mapping[str, int]], None] = lambda _: None,
         first_delay_s: float = 0.1,
         longest_delay_s: float = 5.0,
@@ -82,12 +76,84 @@ class Supervisor:
         """Run it, and run it again whenever it ends, until :meth:`stop`."""
         if child.name in self._kept:
             raise ValueError(f"there is a child {child.name} already")
-        self._kept[child.name] = _Kept(child, asyncio.create_task(self._keep(child.name), name=child.name))
+        kept = self._kept[child.name] = _Kept(child)
+        kept.task = asyncio.create_task(self._keep(kept), name=child.name)
+
+    def amend(self, name: str, *, stop_s: float) -> None:
+        """From now on it may take so long to end."""
+        kept = self._kept[name]
+        kept.child = dataclasses.replace(kept.child, stop_s=stop_s)
 
     @property
     def pids(self) -> dict[str, int]:
-        """The children that run now."""
-        return {name: kept.process.pid for name, kept in self._kept.items() if kept.process is not None}
+        """The processes that run now; one that is not, or no longer, the kept one has its pid in its name."""
+        found = {}
+        for name, kept in self._kept.items():
+            for life in kept.lives():
+                if not life.task.done():
+                    found[name if life is kept.life else f"{name}/{life.process.pid}"] = life.process.pid
+        return found
+
+    def channel(self, name: str) -> Channel | None:
+        """The line to a child that runs now; None when it does not, or has none."""
+        kept = self._kept.get(name)
+        return None if kept is None or kept.life is None else kept.life.channel
+
+    async def ready(self, name: str, *, within_s: float) -> bool:
+        """Wait until a child says that it serves, over as many lives as that takes."""
+        kept = self._kept[name]
+        try:
+            async with asyncio.timeout(within_s):
+                while True:
+                    channel, changed = self.channel(name), kept.changed
+                    waits = [changed.wait()] if channel is None else [changed.wait(), channel.ready.wait()]
+                    await _first(*waits)
+                    if channel is not None and channel.ready.is_set():
+                        return True
+        except TimeoutError:
+            return False
+
+    async def replace(self, name: str, *, within_s: float) -> str:
+        """Start a successor; when it is ready, let the old one drain. Why there is none, or nothing.
+
+        Whatever goes wrong with the successor, the old one goes on as if nothing had been.
+        """
+        kept = self._kept[name]
+        async with kept.replacing:
+            if kept.stopping.is_set():
+                return f"{name} is being stopped"
+            try:
+                life = kept.coming = self._begin(kept)
+            except OSError as error:
+                return f"{name} could not be started: {error.strerror}"
+            try:
+                why = await self._readiness(kept, life, within_s)
+                if why:
+                    return f"{name} {why}; the old one goes on"
+                old = kept.life
+                kept.follow(life)
+                if old is not None and not old.task.done():
+                    old.process.terminate()
+                    kept.ending[old] = asyncio.create_task(self._see_off(kept, old))
+                return ""
+            finally:
+                kept.coming = None
+                if kept.life is not life:
+                    life.process.kill()
+                    await asyncio.wait({life.task})
+
+    async def _readiness(self, kept: _Kept, life: Life, within_s: float) -> str:
+        """Why a successor cannot take over, or nothing."""
+        assert life.channel is not None, "a child that never says that it is ready cannot be replaced"
+        ready = life.channel.ready
+        await _first(kept.stopping.wait(), ready.wait(), life=life, within_s=within_s)
+        if kept.stopping.is_set():
+            return "is being stopped"
+        if life.task.done():
+            return life.task.result()
+        if not ready.is_set():
+            return f"was not ready within {within_s:g} s"
+        return "" if life.channel.connected else "does not reach the store"
 
     async def stop(self, *names: str, hurry: asyncio.Event | None = None) -> list[str]:
         """SIGTERM to these children at once; wait for each until its deadline, or until ``hurry``; then SIGKILL.
@@ -102,31 +168,42 @@ class Supervisor:
 
     async def _stop(self, kept: _Kept, hurry: asyncio.Event | None) -> str:
         kept.stopping.set()
-        if kept.process is not None:
-            kept.process.terminate()
-        waits: set[asyncio.Task[object]] = {asyncio.create_task(_wait(kept.task))}
-        if hurry is not None:
-            waits.add(asyncio.create_task(hurry.wait()))
-        await asyncio.wait(waits, timeout=kept.child.stop_s, return_when=asyncio.FIRST_COMPLETED)
-        for wait in waits:
-            wait.cancel()
-        killed = kept.process is not None and not kept.task.done()
-        if kept.process is not None:
-            kept.process.kill()
-        await kept.task
+        for life in kept.lives():
+            life.process.terminate()
+        waits = [self._ended(kept)] if hurry is None else [self._ended(kept), hurry.wait()]
+        await _first(*waits, within_s=kept.child.stop_s)
+        killed = [life for life in kept.lives() if not life.task.done()]
+        for life in killed:
+            life.process.kill()
+        await self._ended(kept)
         return kept.child.name if killed else ""
 
-    async def _keep(self, name: str) -> None:
-        await asyncio.sleep(0)  # until start() has filed the record of this task
-        kept, delay_s = self._kept[name], self._first_delay_s
+    async def _ended(self, kept: _Kept) -> None:
+        assert kept.task is not None
+        await asyncio.wait({kept.task, *(life.task for life in kept.lives()), *kept.ending.values()})
+
+    async def _see_off(self, kept: _Kept, life: Life) -> None:
+        await asyncio.wait({life.task}, timeout=life.child.stop_s)
+        if not life.task.done():
+            self._say("", f"the old {life.child.name} (pid {life.process.pid}) did not end in time and is killed")
+            life.process.kill()
+            await asyncio.wait({life.task})
+        kept.ending.pop(life, None)
+
+    async def _keep(self, kept: _Kept) -> None:
+        delay_s, name = self._first_delay_s, kept.child.name
         while not kept.stopping.is_set():
             began = time.monotonic()
             try:
-                how = await self._run(kept)
+                if kept.life is None:
+                    kept.follow(self._begin(kept))
+                how = await self._follow(kept)
             except OSError as error:
                 how = f"could not be started: {error.strerror} ({error.filename or kept.child.argv[0]})"
             if kept.stopping.is_set():
                 return
+            if kept.life is not None:
+                continue  # replaced
             ran_s = time.monotonic() - began
             delay_s = self._first_delay_s if ran_s >= self._healthy_s else delay_s
             self._say("", f"{name} {how} after {ran_s:.1f} s; starting it again in {delay_s:.1f} s")
@@ -134,109 +211,35 @@ class Supervisor:
                 await asyncio.wait_for(kept.stopping.wait(), delay_s)
             delay_s = min(delay_s * 2, self._longest_delay_s)
 
-    async def _run(self, kept: _Kept) -> str:
-        """One life of a child; how it ended."""
-        child = kept.child
-        process, lifeline = _spawn(child)
-        kept.process = process
-        assert process.stdout is not None
-        self._changed(self.pids)
-        pump = asyncio.create_task(self._pump(child, process.stdout.fileno()))
-        try:
-            await _exit(process)
-            # Its own children may hold the pipe open for as long as they like.
-            await asyncio.wait({pump}, timeout=_LAST_WORDS_S)
-        finally:
-            pump.cancel()
-            await asyncio.wait({pump})
-            process.stdout.close()
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-            os.close(lifeline)
-            kept.process = None
-            self._changed(self.pids)
-        code = process.returncode
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+    async def _follow(self, kept: _Kept) -> str:
+        """Until the kept life ends, and how; or until another one has taken its place."""
+        life = kept.life
+        assert life is not None
+        await _first(kept.changed.wait(), life=life)
+        if kept.life is not life:
+            return ""
+        await asyncio.wait({life.task})
+        kept.follow(None)
+        return life.task.result()
 
-    async def _pump(self, child: Child, fd: int) -> None:
-        """Hand on what the child prints, line by line; a longer line than _LINE comes in pieces."""
-        rest = b""
-        os.set_blocking(fd, False)
-        while data := await _read(fd):
-            *lines, rest = (rest + data).split(b"\n")
-            if len(rest) > _LINE:
-                lines, rest = [*lines, rest], b""
-            for line in lines:
-                self._pass_on(child, line)
-        if rest:
-            self._pass_on(child, rest)
-
-    def _pass_on(self, child: Child, line: bytes) -> None:
-        text = line.decode(errors="replace").rstrip()
-        if not child.muted or child.muted not in text:
-            self._say(child.name, text)
+    def _begin(self, kept: _Kept) -> Life:
+        """Raises OSError: it could not be started."""
+        life = Life(kept.child, self._say)
+        life.task.add_done_callback(lambda _: self._changed(self.pids))
+        # Its record is filed by the caller, in this same step.
+        asyncio.get_running_loop().call_soon(lambda: self._changed(self.pids))
+        return life
 
 
-def _spawn(child: Child) -> tuple[subprocess.Popen[bytes], int]:
-    """Start it; the process, and our end of its lifeline: while that is open, it is not orphaned.
-
-    Raises:
-        OSError: it could not be started.
-    """
-    argv, who = child.argv, child.account
-    with contextlib.ExitStack() as stack:
-        ours, theirs = _lifeline(child.orphan_signal)
-        stack.callback(os.close, theirs)
-        on_failure = stack.enter_context(contextlib.ExitStack())
-        on_failure.callback(os.close, ours)
-        fds = [theirs]
-        if child.program is not None:
-            fds.append(os.open(child.program, os.O_RDONLY | os.O_CLOEXEC))
-            stack.callback(os.close, fds[1])
-            argv = (f"/proc/self/fd/{fds[1]}", *argv[1:])
-        process = subprocess.Popen(
-            argv if who is None else ("setpriv", "--no-new-privs", "--", *argv),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            cwd=child.cwd,
-            env=child.env,
-            start_new_session=True,
-            pass_fds=fds,
-            user=None if who is None else who.uid,
-            group=None if who is None else who.gid,
-            extra_groups=None if who is None else [],
-        )
-        fcntl.fcntl(theirs, fcntl.F_SETOWN, process.pid)
-        on_failure.pop_all()
-    return process, ours
-
-
-def _lifeline(number: signal.Signals) -> tuple[int, int]:
-    """A pipe whose reading end sends a signal to its owner when the writing end is gone.
-
-    The parent-death signal of prctl would do for most children, but the kernel forgets it when a process changes its user,
-    as the gateway does after it was started.
-    """
-    theirs, ours = os.pipe2(os.O_CLOEXEC)
-    fcntl.fcntl(theirs, fcntl.F_SETSIG, number)
-    fcntl.fcntl(theirs, fcntl.F_SETFL, os.O_ASYNC)
-    return ours, theirs
-
-
-async def _wait(task: asyncio.Task[None]) -> None:
-    await asyncio.wait({task})
-
-
-async def _exit(process: subprocess.Popen[bytes]) -> None:
-    """Wait for the end of a child, and reap it."""
-    fd = os.pidfd_open(process.pid)
+async def _first(*waits: Coroutine[Any, Any, object], life: Life | None = None, within_s: float | None = None) -> None:
+    """Until one of these is over, or the life is."""
+    tasks: set[asyncio.Task[Any]] = {asyncio.create_task(wait) for wait in waits}
+    watched = tasks if life is None else {*tasks, life.task}
     try:
-        await _readable(fd)
+        await asyncio.wait(watched, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        os.close(fd)
-    process.wait()
+        for task in tasks:
+            task.cancel()
 
 
 async def end(pid: int, *, within: float) -> bool:
@@ -249,28 +252,11 @@ async def end(pid: int, *, within: float) -> bool:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(fd, signal.SIGTERM)
             try:
-                await asyncio.wait_for(_readable(fd), within)
+                await asyncio.wait_for(readable(fd), within)
             except TimeoutError:
                 signal.pidfd_send_signal(fd, signal.SIGKILL)
-                await _readable(fd)
+                await readable(fd)
                 return True
         return False
     finally:
         os.close(fd)
-
-
-async def _readable(fd: int) -> None:
-    loop = asyncio.get_running_loop()
-    ready = asyncio.Event()
-    loop.add_reader(fd, ready.set)
-    try:
-        await ready.wait()
-    finally:
-        loop.remove_reader(fd)
-
-
-async def _read(fd: int) -> bytes:
-    while True:
-        await _readable(fd)
-        with contextlib.suppress(BlockingIOError):
-            return os.read(fd, _LINE)

@@ -2,8 +2,9 @@
 
 ::
 
-    begin   store, until it answers -> restorer and gateways together
+    begin   the address -> store, until it answers -> restorer and gateways together
     end     gateways (streams finish) -> restorer (replicas stop, nothing is left) -> store
+    SIGHUP  the configuration is read again       SIGUSR2  new workers take the old ones' places
 
 The other processes are argv here; this module imports none of them and holds no connection to the store.
 """
@@ -13,15 +14,18 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from policies.config import Config
-from restorer import embedded, rundir
+from restorer import embedded, listening, rundir
 from restorer.errors import Environment
+from restorer.listening import base_url
 from restorer.rundir import Account, Lock
+from restorer.steward import Steward, gateway_stop_s
 from restorer.supervisor import Child, Supervisor, end
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,7 +33,6 @@ ROOT = Path(__file__).resolve().parents[1]
 _STORE_S = 15.0
 _READY_S = 30.0
 _RESTORER_STOP_S = 60.0
-_GATEWAY_GRACE_S = 5.0
 
 Say = Callable[[str], None]
 
@@ -43,12 +46,6 @@ def environment() -> dict[str, str]:
     """This process's environment, in which the packages are found."""
     path = os.environ.get("PYTHONPATH")
     return os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{path}" if path else str(ROOT)}
-
-
-def base_url(config: Config) -> str:
-    """Where the gateway is reached from this machine."""
-    host = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(config.gateway.host, config.gateway.host)
-    return f"http://{f'[{host}]' if ':' in host else host}:{config.gateway.port}"
 
 
 def prepare(config: Config) -> Account | None:
@@ -75,6 +72,7 @@ class Up:
         config_file: absolute; the children read it themselves.
         say: prints a line for people.
         pass_on: prints a child's line: name, text.
+        read: reads the configuration file again; raises what the operator shall see.
         note: says in the background what of this host does not work, or nothing.
     """
 
@@ -82,35 +80,51 @@ class Up:
     config_file: Path
     say: Say
     pass_on: Callable[[str, str], None]
+    read: Callable[[], Config]
     note: Callable[[], asyncio.Future[str]] | None = None
+    _sockets: list[socket.socket] = field(default_factory=list)
 
     async def run(self) -> int:
-        """Until SIGINT, SIGTERM or SIGHUP, and then until all have ended. A second signal hurries the gateways.
+        """Until SIGINT or SIGTERM, and then until all have ended. A second signal hurries the gateways.
 
         Raises:
             Environment: it cannot start; nothing is left running.
         """
-        stop, hurry = asyncio.Event(), asyncio.Event()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            asyncio.get_running_loop().add_signal_handler(number, self._signalled, stop, hurry)
+        stop, hurry, terminal = asyncio.Event(), asyncio.Event(), os.isatty(0)
+        loop = asyncio.get_running_loop()
         account, run_dir = prepare(self.config), Path(self.config.run_dir)
         with rundir.lock(run_dir) as lock:
+            steward = Steward(self.config, read=self.read, say=self.say)
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.add_signal_handler(number, self._signalled, stop, hurry)
+            loop.add_signal_handler(signal.SIGHUP, self._hung_up, steward, terminal, stop, hurry)
+            loop.add_signal_handler(signal.SIGUSR2, lambda: steward.soon(steward.restart()))
             token = rundir.admin_token(run_dir)
             await self._end_leftovers(lock)
-            supervisor = Supervisor(say=self._line, changed=lock.remember)
-            running = asyncio.create_task(self._begin(supervisor, account, token))
-            stopped = asyncio.create_task(stop.wait())
+            supervisor = steward.supervisor = Supervisor(say=self._line, changed=lock.remember)
+            running = asyncio.create_task(self._begin(steward, supervisor, account, token))
+            stopped, watching = asyncio.create_task(stop.wait()), asyncio.create_task(steward.watch())
             try:
                 await asyncio.wait({running, stopped}, return_when=asyncio.FIRST_COMPLETED)
                 if running.done():
                     running.result()
                 await stopped
             finally:
-                for task in (running, stopped):
+                steward.close()
+                for task in (running, stopped, watching):
                     task.cancel()
-                await asyncio.wait({running, stopped})
+                await asyncio.wait({running, stopped, watching})
                 await self._end(supervisor, hurry)
+                for listener in self._sockets:
+                    listener.close()
         return 0
+
+    def _hung_up(self, steward: Steward, terminal: bool, stop: asyncio.Event, hurry: asyncio.Event) -> None:
+        """The terminal that this was started in has been closed, or somebody asks for a reload."""
+        if terminal and not os.isatty(0):
+            self._signalled(stop, hurry)
+        else:
+            steward.soon(steward.reload())
 
     def _signalled(self, stop: asyncio.Event, hurry: asyncio.Event) -> None:
         if stop.is_set():
@@ -131,36 +145,38 @@ class Up:
             return
         names = ", ".join(f"{name} (pid {pid})" for name, pid in lock.left.items())
         self.say(f"an earlier `rewake up` was killed; waiting for what it left to end: {names}")
-        within = _RESTORER_STOP_S + _GATEWAY_GRACE_S
+        within = _RESTORER_STOP_S
         killed = await asyncio.gather(*(end(pid, within=within) for pid in lock.left.values()))
         for name in (name for name, late in zip(lock.left, killed, strict=True) if late):
             self.say(f"{name} did not end within {within:g} s and was killed")
 
-    async def _begin(self, supervisor: Supervisor, account: Account | None, token: Path) -> None:
-        gateway, url = self.config.gateway, self.config.store.url
+    async def _begin(self, steward: Steward, supervisor: Supervisor, account: Account | None, token: Path) -> None:
+        url = self.config.store.url
         note = asyncio.ensure_future(self.note()) if self.note else None
+        self._sockets = listening.bind(self.config)
         if not url:
             store, url = embedded.child(Path(self.config.run_dir), account)
             supervisor.start(store)
         await embedded.answers(url, within=_STORE_S)
-        packages = environment()
+        packages, talk = environment(), steward.talk
         restorer = command("restorer", self.config_file, url)
-        supervisor.start(Child("restorer", restorer, _RESTORER_STOP_S, env=packages))
-        for number in range(gateway.workers):
+        steward.others = ("restorer",)
+        supervisor.start(Child("restorer", restorer, _RESTORER_STOP_S, env=packages, talk=talk))
+        steward.gateways = tuple(f"gateway-{number}" for number in range(self.config.gateway.workers))
+        for number, (name, listener) in enumerate(zip(steward.gateways, self._sockets, strict=True)):
             argv = command("gateway", self.config_file, url, "--admin-token-file", str(token), "--worker", str(number))
-            supervisor.start(Child(f"gateway-{number}", argv, gateway.drain_s + _GATEWAY_GRACE_S, env=packages))
-        await self._report(token)
+            stop_s = gateway_stop_s(steward.config)
+            supervisor.start(Child(name, argv, stop_s, env=packages, listener=listener, talk=talk))
+        await self._report(supervisor, steward.gateways, token)
         if note is not None and (text := await note):
             self.say(text)
 
-    async def _report(self, token: Path) -> None:
-        names = ", ".join(self.config.models)
-        if self.config.gateway.port == 0:
-            self.say(f"serving {names} at the port that the gateway names (gateway.port is 0); admin token in {token}")
-        elif await _listens(self.config, within=_READY_S):
-            self.say(f"serving {names} at {base_url(self.config)}/v1; admin token in {token}; Ctrl-C stops everything")
+    async def _report(self, supervisor: Supervisor, gateways: tuple[str, ...], token: Path) -> None:
+        names, url = ", ".join(self.config.models), base_url(self.config, self._sockets[0])
+        if all(await asyncio.gather(*(supervisor.ready(name, within_s=_READY_S) for name in gateways))):
+            self.say(f"serving {names} at {url}/v1; admin token in {token}; Ctrl-C stops everything")
         else:
-            self.say(f"the gateway does not answer at {base_url(self.config)} yet; its own lines say why")
+            self.say(f"the gateway does not answer at {url} yet; its own lines say why")
 
     async def _end(self, supervisor: Supervisor, hurry: asyncio.Event) -> None:
         gateways = [f"gateway-{number}" for number in range(self.config.gateway.workers)]
@@ -169,19 +185,3 @@ class Up:
             if killed and not (cut and cut.is_set()):
                 self.say(f"{', '.join(killed)} did not end in time and was killed; the next `rewake up` clears up after it")
         self.say("stopped")
-
-
-async def _listens(config: Config, *, within: float) -> bool:
-    host = base_url(config).removeprefix("http://").rpartition(":")[0].strip("[]")
-    try:
-        async with asyncio.timeout(within):
-            while True:
-                try:
-                    _, writer = await asyncio.open_connection(host, config.gateway.port)
-                except OSError:
-                    await asyncio.sleep(0.1)
-                    continue
-                writer.close()
-                return True
-    except TimeoutError:
-        return False

@@ -1,6 +1,6 @@
 """A child process with scripted faults, for the supervisor: it writes down what happens to it.
 
-Usage: fake_child.py JOURNAL NAME [crash | deaf | slow SECONDS | unprivileged | listen PORT | watch SOCKET]
+Usage: fake_child.py JOURNAL NAME [crash | deaf | slow SECONDS | unprivileged | listen | watch SOCKET]
 ``watch`` notes at its end whether somebody still listens on a unix socket.
 """
 
@@ -39,7 +39,12 @@ def main() -> None:
         os.setgroups([])
         os.setgid(65534)
         os.setuid(65534)
-    listeners = [socket.create_server(("127.0.0.1", int(more[0])))] if how == "listen" else []
+    options = dict(zip(sys.argv, sys.argv[1:], strict=False))
+    listeners = []
+    if how == "listen":
+        listeners.append(socket.socket(fileno=int(options["--listen-fd"])))
+        listeners[0].listen()
+        os.write(int(options["--control-fd"]), b'{"kind": "ready", "connected": true}\n')
     note("begins")
     print(f"{name} says hello", flush=True)
     if how == "crash":

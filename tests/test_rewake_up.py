@@ -190,7 +190,7 @@ async def test_begins_all_and_ends_gateways_then_restorer_then_store(place: Plac
 
 
 async def test_says_where_it_serves_what_does_not_work_and_passes_lines_on(place: Place) -> None:
-    with running(place, gateway=("listen", str(place.port))) as up:
+    with running(place, gateway=("listen",)) as up:
         assert up.says("serving") == (
             f"rewake: serving m at http://127.0.0.1:{place.port}/v1; admin token in {place.run_dir}/admin-token; "
             "Ctrl-C stops everything"
@@ -198,6 +198,7 @@ async def test_says_where_it_serves_what_does_not_work_and_passes_lines_on(place
         assert up.says("cold starts only").startswith(
             "rewake: cold starts only, because CRIU is not usable: /no/such/criu not found; install CRIU 4.2 or later"
         )
+        await eventually(lambda: "restorer begins" in place.events())
         up.process.send_signal(signal.SIGTERM)
         assert up.ends() == 0
     assert "restorer | restorer says hello" in up.said
@@ -205,7 +206,7 @@ async def test_says_where_it_serves_what_does_not_work_and_passes_lines_on(place
 
 
 async def test_makes_its_folders_and_the_token_for_the_right_accounts(place: Place) -> None:
-    with running(place, gateway=("listen", str(place.port))) as up:
+    with running(place, gateway=("listen",)) as up:
         up.says("serving")
         me = os.geteuid()
         assert owned(place.state_dir) == (0o700, me)
@@ -218,7 +219,7 @@ async def test_makes_its_folders_and_the_token_for_the_right_accounts(place: Pla
 
 
 async def test_a_second_one_on_the_same_run_dir_is_refused(place: Place) -> None:
-    with running(place, gateway=("listen", str(place.port))) as first:
+    with running(place, gateway=("listen",)) as first:
         first.says("serving")
         token = (place.run_dir / "admin-token").read_text()
         with running(place) as second:
@@ -243,7 +244,7 @@ async def test_kill_9_leaves_no_child_and_the_next_one_starts(place: Place, how:
         up.process.kill()
         await eventually(lambda: not any(map(alive, children.values())))
     assert {"gateway0 got-SIGTERM", "restorer got-SIGTERM"} <= set(place.events())
-    with running(place, gateway=("listen", str(place.port))) as up:
+    with running(place, gateway=("listen",)) as up:
         up.says("serving")
 
 
@@ -252,9 +253,10 @@ async def test_the_next_one_waits_for_a_restorer_that_still_stops(place: Place) 
         await eventually(lambda: len(place.events()) == 2, within=20)
         first.process.kill()
         first.process.wait()
-        with running(place, gateway=("listen", str(place.port))) as second:
+        with running(place, gateway=("listen",)) as second:
             second.says("an earlier `rewake up` was killed; waiting for what it left to end: restorer (pid ")
             second.says("serving")
+            await eventually(lambda: place.events().count("restorer begins") == 2, within=20)
     events = [event for event in place.events() if event.startswith("restorer")]
     # The orphan hears of it twice: from the kernel, and from the successor.
     assert events[0] == "restorer begins"
@@ -298,7 +300,7 @@ async def test_a_store_of_ones_own_is_used_and_none_embedded(place: Place) -> No
     (place.folder / "own").mkdir()
     with running_store(place.folder / "own") as url:
         place.write(store=url)
-        with running(place, gateway=("listen", str(place.port))) as up:
+        with running(place, gateway=("listen",)) as up:
             up.says("serving")
             assert sorted(place.children()) == ["gateway-0", "restorer"]
             assert not place.socket.exists()
