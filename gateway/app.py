@@ -194,6 +194,8 @@ def _connect(gateway: Gateway) -> None:
 def _reloaded(gateway: Gateway, before: Config, after: Config) -> None:
     """Models may have come, gone or changed; the new configuration is in force already."""
     models = list(after.models)
+    gateway.ledger.know(models)
+    gateway.registry.know(models)
     gateway.metrics.know(models)
     gateway.metrics.know_tenants(after.tenants)
     gateway.link.know(models)
