@@ -10,7 +10,7 @@ import ipaddress
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from gateway.current import Current
 
@@ -18,11 +18,13 @@ SPOKEN_FOR = frozenset(("forwarded", "x-forwarded-for", "x-forwarded-proto", "x-
 """Headers that say who a request comes from: never passed on as they came."""
 _HOST = re.compile(r"[A-Za-z0-9._~-]{1,253}(?::\d{1,5})?|\[[0-9A-Fa-f:.]{2,45}\](?::\d{1,5})?")
 _MAX_HOPS = 32
+_MAX_HOST = 260
+"""Longer than any host, so that none is cut into one."""
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Origin:
     """Where a request comes from."""
 
@@ -36,7 +38,11 @@ class Origin:
     """The client and the trusted proxies after it, the peer of this connection last."""
 
     def pairs(self) -> list[tuple[str, str]]:
-        """The headers that tell a replica."""
+        """The headers that tell a replica. Not to be changed: made once for many requests."""
+        return self._pairs
+
+    @cached_property
+    def _pairs(self) -> list[tuple[str, str]]:
         pairs = [("X-Forwarded-For", ", ".join(self.chain))] if self.chain else []
         pairs.append(("X-Forwarded-Proto", self.scheme))
         said = f"proto={self.scheme}"
@@ -62,21 +68,27 @@ class Clients:
             scheme: of the connection.
             headers: looked up by lower-case names; ``items()`` gives a repeated header as often as it came.
         """
-        host = _host(headers.get("host", ""))
-        address = _address(peer or "")
-        if address is None:
-            return Origin("", scheme, host, ())
+        direct = _direct(peer or "", scheme, headers.get("host", "")[:_MAX_HOST])
         trusted = self._current.config.gateway.trusted_proxies
-        if not trusted or not _is_in(address, trusted):
-            return Origin(str(address), scheme, host, (str(address),))
+        if not trusted or not direct.address or not _is_in(address := ipaddress.ip_address(direct.address), trusted):
+            return direct
         chain = _chain(address, _joined(headers, "x-forwarded-for"), trusted)
         said = _last(_joined(headers, "x-forwarded-proto")).lower()
         return Origin(
             address=str(chain[0]),
             scheme=said if said in ("http", "https") else scheme,
-            host=_host(_last(_joined(headers, "x-forwarded-host"))) or host,
+            host=_host(_last(_joined(headers, "x-forwarded-host"))) or direct.host,
             chain=tuple(map(str, chain)),
         )
+
+
+@lru_cache(maxsize=1024)
+def _direct(peer: str, scheme: str, host: str) -> Origin:
+    """The same for all requests of a connection, so that most cost a look-up."""
+    address = _address(peer)
+    if address is None:
+        return Origin("", scheme, _host(host), ())
+    return Origin(str(address), scheme, _host(host), (str(address),))
 
 
 def _chain(peer: Address, said: str, trusted: tuple[str, ...]) -> list[Address]:

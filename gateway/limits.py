@@ -107,7 +107,8 @@ class Limits:
             self._refill_alone(account, limits, now)
         elif now >= account.settled_at + _FRESH_S:
             return False
-        self._refuse_debt(account, limits, now)
+        if account.tokens is not None and account.tokens <= 0:
+            self._refuse_debt(account, account.tokens, limits, now)
         if limits.requests_per_minute is None:
             return True
         if account.leased >= 1:
@@ -292,12 +293,13 @@ class Limits:
         account.used_at = now
         return account
 
-    def _refuse_debt(self, account: _Account, limits: tenancy.Limits, now: float) -> None:
+    def _refuse_debt(self, account: _Account, tokens: float, limits: tenancy.Limits, now: float) -> None:
+        """Unless the debt has been paid off since the store told of it."""
         limit = limits.tokens_per_minute
-        if limit is None or account.tokens is None:
+        if limit is None:
             return
         since = now if account.alone_at is not None else account.settled_at
-        left = refilled(account.tokens, limit=limit, seconds=now - since)
+        left = refilled(tokens, limit=limit, seconds=now - since)
         if left <= 0:
             self.on_limited(account.tenant, "tokens")
             raise _refusal(account.tenant, "tokens", limit, wait_s(left, limit=limit, needed=1))
