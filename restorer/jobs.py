@@ -245,9 +245,11 @@ class JobStore:
                 await self._client.hdel(self.keys.stages(model), *gone)
 
     async def begin_anew(self) -> None:
-        """Nothing runs here: the installation starts, and what is to be preloaded may be."""
+        """Nothing runs here: if no other host works either, the installation starts, and models may be preloaded again."""
         with _translated():
-            await self._client.delete(self.keys.preloaded)
+            others = [self.keys.host(name) for name in await self._client.smembers(self.keys.hosts) if name != self.host]
+            if not others or not await self._client.exists(*others):
+                await self._client.delete(self.keys.preloaded)
 
     async def hints(self) -> AsyncIterator[Hint | None]:
         """Hints as they come, and None about every second without one. Ends never; raises when the store is lost."""

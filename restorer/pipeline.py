@@ -92,6 +92,7 @@ async def start(host: Host, claim: Claim, replicas: Replicas) -> None:
         with attempt.stages.timed("match"):
             match = await asyncio.to_thread(host.match, claim.job.model)
         await attempt.still_wanted()
+        await replicas.vacated(claim.job.model)
         if match.manifest is not None and host.criu is not None:
             instance = await _restored_or_cold(attempt, match, match.manifest)
         else:

@@ -8,22 +8,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from policies import scaling
+from policies import scaling, schedule
 from policies.replica import RUNNING, Event, Replica, State, advance
 from policies.wire import GatewayReport
 from restorer.box import Box
 from restorer.engines import adapter
-from restorer.errors import RestorerError
-from restorer.host import Host, log
+from restorer.errors import Cancelled, RestorerError
+from restorer.host import Host, News, log
 from restorer.instance import Instance, last_words
 from restorer.jobs import LeaseLost, StoreUnavailable
 from restorer.processes import watch
 
 _DRAIN_POLL_S = 0.5
+_VACATE_S = 30.0
+"""A box that is being removed is gone well within this; a large GPU's memory takes seconds."""
+
+
+def local_time() -> schedule.Moment:
+    """What the clock on the wall says."""
+    now = time.localtime()
+    return schedule.Moment(now.tm_wday, now.tm_hour * 60 + now.tm_min)
 
 
 @dataclass(slots=True)
@@ -44,8 +52,10 @@ class Running:
 class Replicas:
     """All of them. Methods are called from one event loop."""
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: Host, local: Callable[[], schedule.Moment] = local_time) -> None:
         self._host = host
+        self._local = local
+        self._gone = News()
         self._running: dict[str, Running] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._absent_before: set[str] = set()
@@ -59,6 +69,42 @@ class Replicas:
         running = Running(instance, record, time.monotonic())
         self._running[record.id] = running
         self._task(self._watch(running))
+
+    def admitted(self) -> dict[str, Running]:
+        """Incarnation -> replica, of those that may get traffic."""
+        return {one.record.incarnation: one for one in self._running.values() if one.record.state is State.ADMITTED}
+
+    async def fail(self, incarnation: str, reason: str) -> None:
+        """End a replica that is of no use any more; nothing when it is not admitted (any more)."""
+        running = self.admitted().get(incarnation)
+        if running is None or running.stopping:
+            return
+        log.error("replica %s (%s): %s", running.record.id, incarnation, reason)
+        await asyncio.shield(self._end(running, Event.FAIL, reason))
+
+    async def vacated(self, model: str) -> None:
+        """Wait until the engines that had this model's place in its group are gone, with all that they held of the machine.
+
+        The store gives a place away when its last record is over; the engine behind that may take a moment longer.
+
+        Raises:
+            Cancelled: the place is another's, against the store's word: it forgot, or the group was changed meanwhile.
+        """
+        name = self._host.model(model).group
+        group = None if name is None else self._host.config.groups.get(name)
+        if name is None or group is None:
+            return
+        deadline = time.monotonic() + _VACATE_S
+        while len(mates := self._mates(model, name)) >= group.members:
+            left = deadline - time.monotonic()
+            if left <= 0 or not all(one.stopping for one in self._running.values() if one.record.model in mates):
+                raise Cancelled(f"the place of {model} in group {name} is taken by {', '.join(sorted(mates))}")
+            await self._gone.wait(left)
+
+    def _mates(self, model: str, group: str) -> set[str]:
+        """Other models of the group that have an engine here."""
+        here = {one.record.model for one in self._running.values()} - {model}
+        return {name for name in here if self._host.model(name).group == group}
 
     async def reconcile(self) -> None:
         """At start: adopt what an earlier restorer left admitted, kill what it left half-made, mend the records."""
@@ -134,15 +180,23 @@ class Replicas:
             _note_use(running, reports, now)
             by_model.setdefault(running.record.model, []).append(running)
         for name, group in by_model.items():
+            if name not in self._host.config.models:
+                self._retire(group)
+                continue
             policy = self._host.model(name)
+            keep = max(policy.keep, schedule.kept(policy.schedule, self._local()))
             admitted = {one.record.id: now - one.active_at for one in group if one.record.state is State.ADMITTED}
             held = sum(report.models[name].held for report in reports if name in report.models)
             coming = await self._host.jobs.starting(name)
-            for id in scaling.parkable(
-                idle_s=admitted, keep=policy.keep, held=held, coming=coming, idle_park_s=policy.idle_park_s
-            ):
+            for id in scaling.parkable(idle_s=admitted, keep=keep, held=held, coming=coming, idle_park_s=policy.idle_park_s):
                 incarnation = self._running[id].record.incarnation
                 self._task(self.stop(id, incarnation, reason=f"parked after {policy.idle_park_s:g} s without a request"))
+
+    def _retire(self, group: list[Running]) -> None:
+        """A reload has taken the model out of the configuration."""
+        for one in group:
+            if not one.stopping:
+                self._task(self.stop(one.record.id, one.record.incarnation, reason="the configuration has this model no more"))
 
     async def repeat_records(self) -> None:
         """Mend what the store missed while it was away, or forgot: records of what runs here, and of what no longer does."""
@@ -199,6 +253,7 @@ class Replicas:
             # Also when it cannot be killed: who waits for its end must not wait for ever.
             if self._running.get(record.id) is running:
                 del self._running[record.id]
+            self._gone.tell()
 
     async def _write(self, running: Running) -> int:
         """Write the record; its position, or 0 when the store is away (it is written again later) or has a later one."""

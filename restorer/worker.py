@@ -11,10 +11,11 @@ import time
 
 from policies.wire import HostReport, JobKind, OperationState
 from restorer import pipeline
-from restorer.errors import RestorerError
+from restorer.errors import Cancelled, RestorerError
 from restorer.host import Host, log
 from restorer.jobs import Claim, Outcome, StoreUnavailable
 from restorer.replicas import Replicas
+from restorer.suspects import Suspects
 
 _TICK_S = 1.0
 _SUMMARY_EVERY = 5
@@ -29,6 +30,7 @@ class Worker:
     def __init__(self, host: Host) -> None:
         self._host = host
         self._replicas = Replicas(host)
+        self._suspects = Suspects(host, self._replicas)
         self._jobs: set[asyncio.Task[None]] = set()
         self._starting = 0
         self._due = asyncio.Event()
@@ -48,6 +50,7 @@ class Worker:
             for task in [*loops, *self._jobs]:
                 task.cancel()
             await asyncio.gather(*loops, *self._jobs, return_exceptions=True)
+            await self._suspects.close()
             await self._replicas.stop_all(reason="the restorer was stopped", drain_s=_STOP_DRAIN_S)
             await host.boxes.close()
             await host.jobs.close()
@@ -58,6 +61,8 @@ class Worker:
                 await self._host.jobs.check_schema()
                 await self._replicas.reconcile()
                 await self._host.jobs.recover()
+                if not len(self._replicas):
+                    await self._host.jobs.begin_anew()
                 break
             except StoreUnavailable as error:
                 log.warning("waiting for the store: %s", error)
@@ -135,10 +140,18 @@ class Worker:
         elif job.kind is JobKind.START:
             await pipeline.start(self._host, claim, self._replicas)
         elif job.kind is JobKind.SNAPSHOT:
-            await pipeline.make_snapshot(self._host, claim)
+            await self._snapshot(claim)
         else:
-            await self._replicas.stop(job.replica, job.incarnation, reason="scaled down")
+            await self._replicas.stop(job.replica, job.incarnation, reason=job.detail or "scaled down")
             await self._host.jobs.settle(claim, Outcome(OperationState.SUCCEEDED))
+
+    async def _snapshot(self, claim: Claim) -> None:
+        try:
+            await self._replicas.vacated(claim.job.model)
+        except Cancelled as error:
+            await self._host.jobs.settle(claim, Outcome(OperationState.CANCELLED, str(error), 1))
+        else:
+            await pipeline.make_snapshot(self._host, claim)
 
     async def _hold(self, claim: Claim) -> None:
         """Renew the lease; returns when it is lost, or is about to end while the store is away."""
@@ -156,14 +169,17 @@ class Worker:
                     return
 
     async def _keep_house(self) -> None:
-        """Every second: the host's report, idle replicas, records owed to the store."""
-        tick = 0
+        """Every second: the host's report, idle replicas, suspects, records owed to the store."""
+        tick, forgotten = 0, None
         summaries = await asyncio.to_thread(self._host.summaries)
         while True:
             try:
                 if tick % _SUMMARY_EVERY == 0:
                     summaries = await asyncio.to_thread(self._host.summaries)
                     await self._replicas.repeat_records()
+                    if forgotten != (snapshots := {summary.id for summary in summaries}):
+                        await self._forget_stages(snapshots)
+                        forgotten = snapshots
                 await self._host.jobs.report(
                     HostReport(
                         host=self._host.name,
@@ -175,7 +191,13 @@ class Worker:
                     )
                 )
                 await self._replicas.park_idle()
+                await self._suspects.look()
             except StoreUnavailable as error:
                 log.warning("%s", error)
             tick += 1
             await asyncio.sleep(_TICK_S)
+
+    async def _forget_stages(self, snapshots: set[str]) -> None:
+        """How long starts from a snapshot took is of no use when it is gone."""
+        for model in list(self._host.config.models):
+            await self._host.jobs.forget_stages(model, snapshots)

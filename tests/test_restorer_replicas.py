@@ -1,16 +1,22 @@
-"""Records of replicas that have ended while nobody could write so, against a real store."""
+"""Replicas of one host, against a real store: ended while nobody could write so, parked, retired, out of another's way."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from conftest import eventually
 
+from policies.config import Config, parse
 from policies.replica import Replica, State
+from policies.schedule import Moment
 from policies.wire import GatewayReport
+from restorer.errors import Cancelled
 from restorer.host import News
 from restorer.jobs import JobStore
 from restorer.replicas import Replicas
@@ -73,3 +79,127 @@ async def test_a_stop_that_was_given_up_half_way_can_be_asked_for_again(store: A
         await engine.wait()
         await replicas.stop_all(reason="end", drain_s=0)
         await jobs.close()
+
+
+# ---------------------------------------------------------------- several models
+
+
+@dataclass
+class Place:
+    """Replicas of a host whose engines are processes that only run, and whose boxes are removed when a test says so."""
+
+    replicas: Replicas
+    jobs: JobStore
+    host: Any
+    engine: asyncio.subprocess.Process
+    local: Moment = field(default_factory=lambda: Moment(2, 12 * 60))
+    removable: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set: boxes go at once."""
+
+    async def admit(self, model: str) -> Replica:
+        box: Any = SimpleNamespace(id=f"box-{model}", remember=lambda **_: None)
+        record = Replica(id=f"{model}#0", model=model, host="host-a", incarnation=box.id, state=State.ADMITTED, fence=1)
+        await self.jobs.write(record)
+        instance: Any = SimpleNamespace(box=box, pid=self.engine.pid)
+        self.replicas.adopt(instance, record)
+        return record
+
+    async def states(self) -> dict[str, tuple[State, str]]:
+        return {record.model: (record.state, record.reason) for record in (await self.jobs.replicas()).values()}
+
+
+def configured(**models: dict[str, Any]) -> Config:
+    engine = {"kind": "http", "command": ["/bin/true"]}
+    return parse({"models": {name: {"engine": engine, **more} for name, more in models.items()}, "groups": {"gpu": {}}})
+
+
+@contextlib.asynccontextmanager
+async def place(url: str, config: Config) -> AsyncIterator[Place]:
+    jobs = JobStore(url, "rewake", "host-a")
+    host = SimpleNamespace(name="host-a", jobs=jobs, news=News(), config=config, model=config.models.__getitem__)
+    engine = await asyncio.create_subprocess_exec("sleep", "60")
+    made = Place(Replicas(host, lambda: made.local), jobs, host, engine)  # type: ignore[arg-type]
+    made.removable.set()
+
+    async def discard(box: Any) -> None:
+        await made.removable.wait()
+
+    host.boxes = SimpleNamespace(discard=discard)
+    try:
+        yield made
+    finally:
+        made.removable.set()
+        await made.replicas.stop_all(reason="end", drain_s=0)
+        engine.kill()
+        await engine.wait()
+        await jobs.close()
+
+
+SHARED = {"group": "gpu"}
+
+
+async def test_a_start_waits_until_the_engine_that_had_its_place_is_gone(store: Any, store_server: str) -> None:
+    """Its record is over, so the store gives the place away; the engine holds the GPU's memory for a moment longer."""
+    async with place(store_server, configured(a=SHARED, b=SHARED, c={})) as here:
+        record = await here.admit("a")
+        here.removable.clear()
+        stopping = asyncio.create_task(here.replicas.stop("a#0", record.incarnation, reason="displaced", drain_s=0))
+        await eventually(lambda: _is(here, "a", State.STOPPED))
+        starting = asyncio.create_task(here.replicas.vacated("b"))
+        # A model of no group, and another replica of the same one, wait for nobody.
+        await asyncio.wait_for(here.replicas.vacated("c"), 1)
+        await asyncio.wait_for(here.replicas.vacated("a"), 1)
+        assert not starting.done()
+        here.removable.set()
+        await asyncio.wait_for(starting, 1)
+        assert len(here.replicas) == 0
+        await stopping
+
+
+async def _is(here: Place, model: str, state: State) -> bool:
+    return (await here.states())[model][0] is state
+
+
+async def test_a_start_beside_a_member_that_serves_is_cancelled_whatever_the_store_said(store: Any, store_server: str) -> None:
+    async with place(store_server, configured(a=SHARED, b=SHARED)) as here:
+        await here.admit("a")
+        with pytest.raises(Cancelled, match="the place of b in group gpu is taken by a"):
+            await here.replicas.vacated("b")
+
+
+async def test_a_group_with_room_lets_a_start_in_at_once(store: Any, store_server: str) -> None:
+    config = configured(a=SHARED, b=SHARED)
+    roomy = parse({**config.model_dump(mode="json"), "groups": {"gpu": {"members": 2}}})
+    async with place(store_server, roomy) as here:
+        await here.admit("a")
+        await asyncio.wait_for(here.replicas.vacated("b"), 1)
+
+
+async def test_what_a_schedule_keeps_is_not_parked_until_the_window_ends(store: Any, store_server: str) -> None:
+    policy = {"idle_park_s": 0.001, "schedule": [{"start": "09:00", "end": "18:00"}]}
+    async with place(store_server, configured(a=policy, b={"idle_park_s": 0.001})) as here:
+        for model in ("a", "b"):
+            await here.admit(model)
+        await eventually(lambda: _parked(here, "b"))
+        assert (await here.states())["a"][0] is State.ADMITTED
+        here.local = Moment(2, 18 * 60)
+        await eventually(lambda: _parked(here, "a"))
+
+
+async def _parked(here: Place, model: str) -> bool:
+    await here.replicas.park_idle()
+    return await _is(here, model, State.STOPPED)
+
+
+async def test_a_model_that_a_reload_took_away_is_drained_and_stopped(store: Any, store_server: str) -> None:
+    async with place(store_server, configured(a={}, b={})) as here:
+        for model in ("a", "b"):
+            await here.admit(model)
+        here.host.config = configured(b={})
+        await here.replicas.park_idle()
+        await here.replicas.park_idle()
+        await eventually(lambda: _is(here, "a", State.STOPPED))
+        assert await here.states() == {
+            "a": (State.STOPPED, "the configuration has this model no more"),
+            "b": (State.ADMITTED, ""),
+        }
