@@ -16,7 +16,7 @@ export REWAKE_MODEL := $(abspath $(GGUF))
 export REWAKE_CLIENTS := $(abspath $(CLIENTS))
 
 .DEFAULT_GOAL := help
-.PHONY: help install system criu llama-server clients vllm model hf-model demo test check clean
+.PHONY: help install system criu llama-server clients vllm model hf-model demo test bench-held bench-gateway peers check clean
 
 help:  ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -61,6 +61,15 @@ clients: | system
 
 test: install criu llama-server model clients  ## All tests, with the real CRIU, a real engine and real client libraries.
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+bench-held: install  ## What held requests cost, and whether they slow down models that serve.
+	$(BIN)/python deploy/bench/held.py $(BENCH_ARGS)
+
+peers: | system
+	@PYTHON=$(PYTHON) deploy/install/peers.sh build/peers
+
+bench-gateway: install peers  ## The data path beside nginx and other routers.
+	$(BIN)/python deploy/bench/data_path.py $(BENCH_ARGS)
 
 check: install  ## Lint, format, types, layering.
 	$(BIN)/ruff check .

@@ -61,13 +61,14 @@ def raise_open_files(wanted: int) -> None:
 class Gateway:
     """One gateway process over a store of its own."""
 
-    def __init__(self, folder: Path, models: dict[str, Any], *, log: Path, **gateway: Any) -> None:
+    def __init__(self, folder: Path, models: dict[str, Any], *, log: Path, top: dict[str, Any], **gateway: Any) -> None:
         self.port = free_port()
         self._folder, self._socket = folder, folder / "store.sock"
         config = {
             "models": models,
             "gateway": {"port": self.port, "drain_s": 1, **gateway},
             "run_dir": str(folder / "run"),
+            **top,
         }
         (folder / "rewake.yaml").write_text(yaml.safe_dump(config))
         (folder / "token").write_text(TOKEN)
@@ -161,8 +162,8 @@ class Gateway:
 
 
 @contextlib.contextmanager
-def gateway(models: dict[str, Any], **settings: Any) -> Iterator[Gateway]:
-    """A gateway for these models; its log stays in ``build/``."""
+def gateway(models: dict[str, Any], *, top: dict[str, Any] | None = None, **settings: Any) -> Iterator[Gateway]:
+    """A gateway for these models; ``top``: more sections of its configuration. Its log stays in ``build/``."""
     BUILD.mkdir(exist_ok=True)
     # Sockets need short paths that the gateway's account can pass; /tmp is both.
     folder = Path(tempfile.mkdtemp(prefix="rewake-bench-"))
@@ -170,7 +171,7 @@ def gateway(models: dict[str, Any], **settings: Any) -> Iterator[Gateway]:
     if os.geteuid() == 0:
         settings.setdefault("user", pwd.getpwnam("nobody").pw_name)
     try:
-        made = Gateway(folder, models, log=BUILD / "bench-gateway.log", **settings)
+        made = Gateway(folder, models, log=BUILD / "bench-gateway.log", top=top or {}, **settings)
         try:
             yield made
         finally:
