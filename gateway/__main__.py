@@ -13,7 +13,6 @@ import pwd
 import signal
 import socket
 import sys
-from importlib import metadata
 from pathlib import Path
 
 import uvloop
@@ -28,6 +27,7 @@ from gateway.reload import Rejected, Reloader
 from gateway.settings import Settings, SettingsError
 from gateway.store import Store, WrongSchema
 from gateway.tls import CertificateError
+from gateway.version import version
 
 _BACKLOG = 4096
 _FIRST_LOOK_S = 2.0
@@ -126,7 +126,7 @@ async def _serve(told: Settings, line: Line | None, sockets: list[socket.socket]
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     await _check_schema(told)
-    series = metrics.Metrics(told.config.models, version=_version(), shared=metrics.share(folder), observer=told.worker == 0)
+    series = metrics.Metrics(told.config.models, version=version(), shared=metrics.share(folder), observer=told.worker == 0)
     if line is not None:
         await line.open()
     app = application.build(told, series, line)
@@ -216,13 +216,6 @@ async def _first(*events: asyncio.Event, within_s: float | None = None) -> None:
     await asyncio.wait(waits, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
     for wait in waits:
         wait.cancel()
-
-
-def _version() -> str:
-    try:
-        return metadata.version("rewake")
-    except metadata.PackageNotFoundError:
-        return "unpackaged"
 
 
 if __name__ == "__main__":

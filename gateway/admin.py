@@ -6,6 +6,7 @@ Bodies are validated here; the operations themselves are :mod:`gateway.operation
 from __future__ import annotations
 
 import hmac
+from collections.abc import Mapping
 from typing import Annotated, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -47,6 +48,13 @@ class _Drain(_Body):
 
 
 B = TypeVar("B", bound=_Body)
+BODIES: Mapping[str, type[BaseModel]] = {
+    "admin.create_snapshot": _Snapshot,
+    "admin.scale_up": _ScaleUp,
+    "admin.scale_down": _ScaleDown,
+    "admin.drain": _Drain,
+}
+"""What each call takes, by its name in the table of routes."""
 
 
 class Admin:

@@ -12,14 +12,15 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from gateway import access, server
+from gateway import access, downstream, openapi, server
 from gateway.admin import Admin
-from gateway.capacity import Slices
 from gateway.client import Clients
 from gateway.current import Current
+from gateway.dispatch import Dispatch
 from gateway.eta import Eta
 from gateway.gauges import Gauges
 from gateway.handover import Line
+from gateway.intake import Intake
 from gateway.ledger import Ledger
 from gateway.life import Handler, Life
 from gateway.limits import Limits
@@ -27,6 +28,7 @@ from gateway.link import Link
 from gateway.metrics import Metrics
 from gateway.models import Models
 from gateway.operations import Operations, Sharing
+from gateway.permits import Permits
 from gateway.proxy import Proxy
 from gateway.registry import Registry
 from gateway.reload import Reloader
@@ -68,10 +70,12 @@ class Gateway:
     reporter: Reporter
     operations: Operations
     scaler: Scaler
+    permits: Permits
     waitroom: Waitroom
     upstreams: Upstreams
     metrics: Metrics
     gauges: Gauges
+    intake: Intake
     proxy: Proxy
     admin: Admin
     models: Models
@@ -99,7 +103,9 @@ def compose(settings: Settings, metrics: Metrics, line: Line | None = None) -> G
     reporter = Reporter(settings.id, store=store, ledger=ledger, registry=registry)
     eta = Eta(registry, slots=lambda model: _slots(current, registry, reporter, model), clock=loop.time, random=random.uniform)
     scaler = Scaler(current, registry=registry, reporter=reporter, operations=operations, cost_s=eta.start_s)
-    waitroom = Waitroom(current, fleet=registry, capacity=Slices(lambda: reporter.gateways), ledger=ledger)
+    permits = Permits(settings.id, current, lender=store, fleet=registry, ledger=ledger)
+    waitroom = Waitroom(current, fleet=registry, capacity=permits, ledger=ledger, expected=eta.wait_s)
+    callers, intake = _callers(current, store, reporter, metrics), Intake(current)
     admin = Admin(current, settings.admin_token, store=store, registry=registry, reporter=reporter, operations=operations)
     certificates = None if settings.pem is None else Certificates(settings.pem)
     gateway = Gateway(
@@ -113,28 +119,49 @@ def compose(settings: Settings, metrics: Metrics, line: Line | None = None) -> G
         reporter=reporter,
         operations=operations,
         scaler=scaler,
+        permits=permits,
         waitroom=waitroom,
         upstreams=upstreams,
         metrics=metrics,
+        intake=intake,
         gauges=Gauges(current, ledger=ledger, registry=registry, link=link, metrics=metrics),
-        proxy=Proxy(current, ledger=ledger, registry=registry, waitroom=waitroom, upstreams=upstreams, eta=eta, metrics=metrics),
-        admin=admin,
-        models=Models(current, registry),
-        callers=_callers(current, store, reporter, metrics),
-        certificates=certificates,
-        reloader=Reloader(
+        proxy=Proxy(
             current,
-            certificates=certificates,
-            file=settings.file,
-            line=line,
-            authorize=admin.authorize,
-            report=metrics.config_last_reload_successful.set,
+            tenants=callers.tenants,
+            limits=callers.limits,
+            clients=callers.clients,
+            log=callers.log,
+            intake=intake,
+            ledger=ledger,
+            registry=registry,
+            waitroom=waitroom,
+            upstreams=upstreams,
+            eta=eta,
+            metrics=metrics,
         ),
+        admin=admin,
+        models=Models(current, registry, eta_s=eta.seconds, allows=callers.tenants.allows),
+        callers=callers,
+        certificates=certificates,
+        reloader=_reloader(settings, current, admin, certificates, line, metrics),
     )
     registry.on_record += [metrics.record, lambda before, after: eta.learn(after)]
     link.on_connect.append(lambda: _remember(gateway, eta))
     _connect(gateway)
     return gateway
+
+
+def _reloader(
+    settings: Settings, current: Current, admin: Admin, certificates: Certificates | None, line: Line | None, metrics: Metrics
+) -> Reloader:
+    return Reloader(
+        current,
+        certificates=certificates,
+        file=settings.file,
+        line=line,
+        authorize=admin.authorize,
+        report=metrics.config_last_reload_successful.set,
+    )
 
 
 def _callers(current: Current, store: Store, reporter: Reporter, metrics: Metrics) -> Callers:
@@ -161,30 +188,29 @@ def _slots(current: Current, registry: Registry, reporter: Reporter, model: str)
 def _connect(gateway: Gateway) -> None:
     """Who hears of what."""
     registry, reporter, scaler, waitroom = gateway.registry, gateway.reporter, gateway.scaler, gateway.waitroom
-    triggers = gateway.metrics.scale_up_triggers
+    permits, triggers = gateway.permits, gateway.metrics.scale_up_triggers
 
     def edge(model: str) -> None:
         reporter.kick()
         scaler.poke(model)
 
     def fleet_changed(model: str) -> None:
+        permits.look()
         waitroom.pump(model)
         gateway.upstreams.retain(registry.incarnations())
         edge(model)
         scaler.poke_mates(model)
 
-    def peers_changed() -> None:
-        for model in gateway.current.config.models:
-            waitroom.pump(model)
-
     def drain() -> None:
         # A successor in this worker's place observes from here on, and nothing is counted twice.
         reporter.draining, gateway.metrics.observer = True, False
+        permits.draining = True
         reporter.kick()
 
     gateway.ledger.on_edge = edge
     registry.on_change.append(fleet_changed)
-    reporter.on_peers = peers_changed
+    gateway.link.on_permits = permits.hint
+    permits.on_more = waitroom.pump_all
     scaler.on_trigger = lambda model, outcome: triggers.labels(model, "false" if outcome.created else "true").inc()
     gateway.life.on_drain.append(drain)
     gateway.life.on_refuse.append(waitroom.drain)
@@ -203,6 +229,7 @@ def _reloaded(gateway: Gateway, before: Config, after: Config) -> None:
         gateway.waitroom.pump(model)
     for model in models:
         gateway.scaler.poke(model)
+    gateway.permits.look()
 
 
 def build(settings: Settings, metrics: Metrics, line: Line | None = None) -> web.Application:
@@ -212,45 +239,49 @@ def build(settings: Settings, metrics: Metrics, line: Line | None = None) -> web
     app[GATEWAY], app[server.LIFE] = gateway, gateway.life
     app.on_response_prepare.append(server.finish_head)
     app.cleanup_ctx.append(_life)
-    for path in INFERENCE:
-        app.router.add_post(path, gateway.proxy.handle)
-    for method, path, handler in _routes(gateway):
-        add = app.router.add_get if method == "GET" else app.router.add_post
-        add(path, server.plain(handler))
+    Dispatch(
+        gateway.current,
+        tenants=gateway.callers.tenants,
+        intake=gateway.intake,
+        own=_own(gateway),
+        passer=lambda request, found: downstream.serve(request, found, gateway.proxy.handle),
+    ).attach(app)
     return app
 
 
-def _routes(gateway: Gateway) -> tuple[tuple[str, str, Handler], ...]:
-    """Everything that is not passed on to a replica."""
+def _own(gateway: Gateway) -> dict[str, Handler]:
+    """Everything that is not passed on to a replica, by its name in the table of routes."""
     life, admin, models = gateway.life, gateway.admin, gateway.models
-    return (
-        ("GET", "/health", life.health),
-        ("GET", "/ready", life.ready),
-        ("GET", "/metrics", gateway.gauges.scrape),
-        ("GET", "/v1/models", models.list),
-        ("GET", "/v1/models/{name:.+}", models.get),
-        ("GET", "/admin/v1/models", admin.models),
-        ("GET", "/admin/v1/replicas", admin.replicas),
-        ("GET", "/admin/v1/snapshots", admin.snapshots),
-        ("POST", "/admin/v1/snapshots", admin.create_snapshot),
-        ("POST", "/admin/v1/scale-up", admin.scale_up),
-        ("POST", "/admin/v1/scale-down", admin.scale_down),
-        ("POST", "/admin/v1/drain", admin.drain),
-        ("POST", "/admin/v1/reload", gateway.reloader.handle_reload),
-        ("POST", "/admin/v1/restart", gateway.reloader.handle_restart),
-        ("GET", "/admin/v1/operations/{id}", admin.operation),
-    )
+    return {
+        "health": life.health,
+        "ready": life.ready,
+        "metrics": gateway.gauges.scrape,
+        "openapi": openapi.answer,
+        "models.list": models.list,
+        "models.get": models.get,
+        "admin.models": admin.models,
+        "admin.replicas": admin.replicas,
+        "admin.snapshots": admin.snapshots,
+        "admin.create_snapshot": admin.create_snapshot,
+        "admin.scale_up": admin.scale_up,
+        "admin.scale_down": admin.scale_down,
+        "admin.drain": admin.drain,
+        "admin.reload": gateway.reloader.handle_reload,
+        "admin.restart": gateway.reloader.handle_restart,
+        "admin.operation": admin.operation,
+    }
 
 
 async def _life(app: web.Application) -> AsyncIterator[None]:
     """Start the parts that live as long as the process; at the end take the report back, then let go of the store."""
     gateway = app[GATEWAY]
     jobs = (gateway.link.run(), gateway.reporter.run(), gateway.scaler.run(), gateway.gauges.run(), gateway.reloader.watch())
-    gateway.life.start((*jobs, gateway.callers.limits.run()))
+    gateway.life.start((*jobs, gateway.permits.run(), gateway.callers.limits.run()))
     gateway.callers.log.start()
     yield
     await gateway.life.stop()
     await gateway.upstreams.close()
+    await gateway.permits.leave()
     await gateway.callers.limits.leave()
     await asyncio.to_thread(gateway.callers.log.close)
     await gateway.reporter.leave()

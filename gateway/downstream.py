@@ -10,12 +10,15 @@ import asyncio
 import contextlib
 import socket
 import struct
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from aiohttp import web
 
 from gateway.envelope import Pairs
 from gateway.exchange import Head
+from gateway.intake import Source, Unframed
+from gateway.routes import Found
 
 REQUEST_ID = web.RequestKey("request_id", str)
 _LINGER_S = 5.0
@@ -36,6 +39,9 @@ class Downstream(Protocol):
     @property
     def version(self) -> tuple[int, int]:
         """HTTP's, of the request."""
+
+    async def proceed(self) -> None:
+        """Tell a client that waits for it to send its body."""
 
     async def head(self, status: int, reason: str | None, headers: Pairs) -> None:
         """Send the head of the answer. Raises ClientGone."""
@@ -67,6 +73,9 @@ class AiohttpDownstream:
     @property
     def version(self) -> tuple[int, int]:
         return self._request.version.major, self._request.version.minor
+
+    async def proceed(self) -> None:
+        await AiohttpSource(self._request).proceed()
 
     async def head(self, status: int, reason: str | None, headers: Pairs) -> None:
         self.response = web.StreamResponse(status=status, reason=reason, headers=headers)
@@ -109,6 +118,36 @@ class AiohttpDownstream:
     def abort(self) -> None:
         if self._request.transport is not None:
             self._request.transport.abort()
+
+
+async def serve(
+    request: web.Request, found: Found, handle: Callable[[Head, Found, Source, Downstream], Awaitable[None]]
+) -> web.StreamResponse:
+    """Let ``handle`` answer a request, and tell aiohttp what was sent."""
+    down = AiohttpDownstream(request)
+    await handle(head_of(request), found, AiohttpSource(request), down)
+    # Without an answer the client has gone; whatever is returned finds a closed connection.
+    return down.response if down.response is not None else web.Response(status=499)
+
+
+class AiohttpSource:
+    """The body of a request that aiohttp's server has accepted, for :class:`gateway.intake.Intake`."""
+
+    def __init__(self, request: web.Request) -> None:
+        self._request = request
+
+    async def readany(self) -> bytes:
+        try:
+            return await self._request.content.readany()
+        except web.RequestPayloadError as error:
+            raise Unframed(str(error)) from error
+
+    async def proceed(self) -> None:
+        """Tell a client that waits for it to send its body."""
+        if self._request.version >= (1, 1):
+            await self._request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            # It is no part of the answer: that has not begun.
+            self._request.writer.output_size = 0
 
 
 def head_of(request: web.Request) -> Head:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
+from gateway.client import SPOKEN_FOR
 from gateway.errors import InvalidRequest, MissingModel
 from gateway.members import Buffer, Repeated, members
 
@@ -28,8 +29,9 @@ _HOP_BY_HOP = frozenset(
 _NOT_FORWARDED = _HOP_BY_HOP | frozenset(
     (
         *("host", "content-length", "expect", "authorization", "api-key", "x-api-key"),
-        *("x-request-id", "x-forwarded-for", "x-forwarded-proto", "x-forwarded-host", "x-rewake-deadline-s"),
-        *("x-rewake-model", "origin", "access-control-request-method", "access-control-request-headers"),
+        *SPOKEN_FOR,
+        *("x-request-id", "x-rewake-deadline-s", "x-rewake-model"),
+        *("origin", "access-control-request-method", "access-control-request-headers"),
     )
 )
 _NOT_RETURNED = _HOP_BY_HOP | frozenset(
@@ -146,19 +148,15 @@ def request_id(headers: Mapping[str, str]) -> str:
     return given if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
 
 
-def forwarded(headers: Iterable[tuple[str, str]], *, id: str, peer: str | None, scheme: str, host: str) -> Pairs:
-    """The head for the replica: end-to-end headers as they are, hop-by-hop and the gateway's own left out."""
+def forwarded(headers: Iterable[tuple[str, str]], *, id: str, origin: Pairs) -> Pairs:
+    """The head for the replica: end-to-end headers as they are, hop-by-hop and the gateway's own left out.
+
+    ``origin``: headers that say where the request comes from, in place of what the client says of that.
+    """
     given = list(headers)
     dropped = _NOT_FORWARDED | _named_in_connection(given)
     kept = [(name, value) for name, value in given if name.lower() not in dropped]
-    chain = [value for name, value in given if name.lower() == "x-forwarded-for"]
-    if peer:
-        chain.append(peer)
-    kept.append(("x-request-id", id))
-    if chain:
-        kept.append(("X-Forwarded-For", ", ".join(chain)))
-    kept += [("X-Forwarded-Proto", scheme), ("X-Forwarded-Host", host)]
-    return kept
+    return [*kept, ("x-request-id", id), *origin]
 
 
 def returned(headers: Iterable[tuple[str, str]], *, id: str, start: str, incarnation: str) -> tuple[Pairs, bool]:

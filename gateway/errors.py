@@ -184,6 +184,12 @@ class SpoolFailed(Unavailable):
     code = "spool_failed"
 
 
+class NotRunning(GatewayError):
+    """503: what is asked for lives in a running engine, and asking does not start one."""
+
+    status, code, should_retry = 503, "model_not_running", False
+
+
 class RestoreFailed(GatewayError):
     """503 without a promise: no replica can come, and coming back will not change it."""
 

@@ -42,6 +42,8 @@ class Call:
     """Named parts of the path, percent-decoded."""
     query: Mapping[str, str] = field(default_factory=dict)
     body: bytes = b""
+    tenant: str = ""
+    """Whose key came with it; empty where nobody asked, or there are no tenants."""
 
 
 @dataclass(frozen=True, slots=True)

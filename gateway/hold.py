@@ -8,7 +8,7 @@ served next nor what is sent to the replica.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from gateway.dialects import Dialect
@@ -47,8 +47,6 @@ class Holding:
     id: str
     silent_until: float
     """Loop time."""
-    headers: Pairs = field(default_factory=list)
-    """More headers for a head that is sent before there is a replica."""
     committed: bool = False
 
 
@@ -77,7 +75,7 @@ async def until_granted(holding: Holding, claim: Claim, down: Downstream, eta: E
         if replica is not None:
             return replica
         holding.committed = True
-        await down.head(200, "OK", [*_EVENTS, ("x-request-id", holding.id), *holding.headers])
+        await down.head(200, "OK", [*_EVENTS, ("x-request-id", holding.id)])
     while True:
         await down.write(_sign(holding, claim, eta))
         replica = await claim.granted(holding.hold.keepalive_s)

@@ -161,11 +161,10 @@ class Intake:
             GatewayError: 4xx for what is wrong with it, SpoolFailed if the disk is.
         """
         config = self._current.config
-        form = check(found, headers, config)
+        form, hint = check(found, headers, config), hinted(found, headers)
         if form.expects and before is not None:
             await before()
-        hint = hinted(found, headers)
-        body = await self._collect(found, form, source, config)
+        body = await self._collect(found, form, source, config.gateway.max_body_bytes, config.gateway.spool_bytes)
         try:
             await body.look(lambda data: understand(body, data, hint, config))
         except BaseException:
@@ -173,9 +172,25 @@ class Intake:
             raise
         return body
 
-    async def _collect(self, found: Found, form: Form, source: Source, config: Config) -> Body:
+    async def read_small(
+        self, found: Found, headers: Mapping[str, str], source: Source, before: Callable[[], Awaitable[None]], limit: int
+    ) -> bytes:
+        """The body of a call that the gateway answers itself, at most ``limit`` bytes.
+
+        Raises:
+            GatewayError: 4xx for what is wrong with it.
+        """
+        form = _form(found, headers, limit)
+        if form.gzip:
+            raise errors.UnsupportedEncoding("Send the request body uncompressed.")
+        if form.expects:
+            await before()
+        with await self._collect(found, form, source, limit, limit) as body:
+            return body.data or b""
+
+    async def _collect(self, found: Found, form: Form, source: Source, limit: int, spool_bytes: int) -> Body:
         """All bytes; those in memory are counted, and the rest goes to disk."""
-        loop, limit, most = asyncio.get_running_loop(), config.gateway.max_body_bytes, config.gateway.hold.max_bytes
+        loop, most = asyncio.get_running_loop(), self._current.config.gateway.hold.max_bytes
         data, size, spool, begun = bytearray(), 0, None, loop.time()
         try:
             async with asyncio.timeout(PAUSE_S) as pause:
@@ -185,7 +200,7 @@ class Intake:
                         raise too_large(limit)
                     data += chunk
                     self.buffered += len(chunk)
-                    if spool is None and (len(data) > config.gateway.spool_bytes or self.buffered > most):
+                    if spool is None and (len(data) > spool_bytes or self.buffered > most):
                         spool = Spool()
                     if spool is not None and len(data) >= _WRITE_BYTES:
                         await self._move(data, spool)
@@ -216,6 +231,10 @@ def check(found: Found, headers: Mapping[str, str], config: Config) -> Form:
     Raises:
         GatewayError: 400, 413, 415 or 417.
     """
+    return _form(found, headers, config.gateway.max_body_bytes)
+
+
+def _form(found: Found, headers: Mapping[str, str], limit: int) -> Form:
     said: dict[str, str] = {}
     for name, value in headers.items():
         lower = name.lower()
@@ -228,7 +247,7 @@ def check(found: Found, headers: Mapping[str, str], config: Config) -> Form:
         raise errors.ExpectationFailed("The only expectation that can be met is 100-continue.")
     if encoding not in ("", "identity", "gzip", "x-gzip"):
         raise errors.UnsupportedEncoding("Send the request body uncompressed, or compressed with gzip.")
-    length, limit = said.get("content-length", "0"), config.gateway.max_body_bytes
+    length = said.get("content-length", "0")
     if length.isdecimal() and int(length[:20]) > limit:
         raise too_large(limit)
     kind, boundary = said.get("content-type", ""), None

@@ -35,6 +35,8 @@ class Link:
         """Set while the store answers and events arrive."""
         self.on_connect: list[Callable[[], Awaitable[None]]] = []
         """Called on each new connection, when the records have been read; may raise StoreUnavailable."""
+        self.on_permits: Callable[[str], None] = lambda pool: None
+        """Called when somebody waits for permits of a pool, or gave some back."""
 
     async def run(self) -> None:
         """Stay connected until cancelled."""
@@ -106,6 +108,8 @@ class Link:
                 self._stale.set()
             if hint.model is not None and hint.job is None:
                 self._stale.set()
+            if hint.permits is not None:
+                self.on_permits(hint.permits)
             for changed in self._followers.get(hint.operation or "", ()):
                 changed.set()
 

@@ -1,56 +1,61 @@
-"""The data path, whole and in order: read, choose the model, wait for a slot, send, stream back.
+"""The data path, whole and in order: who asks, what for, may it, when can it go, send, stream back, account.
 
-Bodies pass as they are, in both directions; nothing of a stream is collected. What may happen to a request is decided by
-the waiting room and told by the upstream; this module turns it into bytes on the client's connection. A body that broke
-off never looks complete: its connection ends without the mark of a proper end.
+Bodies pass as they are but for a model's edits; nothing of a stream is collected. The decisions are synchronous and know no
+HTTP library, so that every way of serving shares them; what awaits is I/O. A request that finds a free slot makes no task.
+Once an answer has begun, a failure is a last frame and a cut.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
-import socket
-import struct
 from dataclasses import dataclass
-from typing import Literal
 
-from aiohttp import web
-
-from gateway import envelope, errors, logs
+from gateway import access, dialects, edits, envelope, errors, hold, logs, usage
+from gateway.claim import Claim, Refused, Ticket
+from gateway.client import Clients
 from gateway.current import Current
-from gateway.downstream import REQUEST_ID
+from gateway.dialects import Dialect
+from gateway.downstream import ClientGone, Downstream
+from gateway.envelope import Pairs
 from gateway.errors import GatewayError
 from gateway.eta import Eta
+from gateway.exchange import Head
+from gateway.hold import Holding
+from gateway.intake import Body, Intake, Source
 from gateway.ledger import Ledger
+from gateway.limits import Limits
 from gateway.metrics import Metrics
+from gateway.models import named
 from gateway.registry import Registry
+from gateway.relay import LateAnswer, Relay, remainder
+from gateway.routes import Found
+from gateway.tenants import Tenants
+from gateway.trail import Trail
 from gateway.upstream import Answer, Broken, Outgoing, Pool, Silent, Truncated, Unreachable, Upstreams
-from gateway.waitroom import Refused, Ticket, Waitroom
+from gateway.waitroom import Waitroom
 from policies.config import Model
+from policies.health import Outcome, outcome_of
 from policies.replica import Replica
 
 MAX_TURNS = 8
 """Slots that one request may be given before its replicas' being unreachable is its answer."""
-BODY_PAUSE_S = 30.0
-"""A client that pauses for longer while it sends its body has gone."""
-_LINGER_S = 5.0
 _OUTCOMES = {"restore_failed": "failed", "shutting_down": "shutdown", "queue_full": "full", "queue_bytes_full": "full"}
 
 
-@dataclass(slots=True)
-class _Trail:
-    """What became of one request, for metrics and the log."""
+@dataclass(slots=True, eq=False)
+class Order:
+    """A request about which all is decided but when it goes, and where to."""
 
-    route: str
-    id: str
-    since: float
-    phase: Literal["reading", "held", "dispatched", "streaming"] = "reading"
-    model: str | None = None
-    start: str = "none"
-    status: int = 499
-    code: str = "client_left"
-    replayed: bool = False
+    head: Head
+    found: Found
+    body: Body
+    model: str
+    spec: Model
+    """As it was when the request came: a reload does not change what it was promised."""
+    dialect: Dialect
+    ticket: Ticket
+    trail: Trail
+    holding: Holding | None = None
 
 
 class Proxy:
@@ -60,6 +65,11 @@ class Proxy:
         self,
         current: Current,
         *,
+        tenants: Tenants,
+        limits: Limits,
+        clients: Clients,
+        log: access.Log,
+        intake: Intake,
         ledger: Ledger,
         registry: Registry,
         waitroom: Waitroom,
@@ -68,6 +78,11 @@ class Proxy:
         metrics: Metrics,
     ) -> None:
         self._current = current
+        self._tenants = tenants
+        self._limits = limits
+        self._clients = clients
+        self._log = log
+        self._intake = intake
         self._ledger = ledger
         self._registry = registry
         self._waitroom = waitroom
@@ -75,192 +90,254 @@ class Proxy:
         self._eta = eta
         self._metrics = metrics
 
-    async def handle(self, request: web.Request) -> web.StreamResponse:
+    async def handle(self, head: Head, found: Found, source: Source, down: Downstream) -> None:
         """One request, from its head to the last byte of its answer.
 
         Raises:
-            GatewayError: there is no answer of a replica; nothing has been sent to the client yet.
+            GatewayError: there is no answer of a replica, and nothing has been sent to the client.
         """
-        loop = asyncio.get_running_loop()
-        trail = _Trail(request.path, request[REQUEST_ID], loop.time())
+        trail = self.begin(head, found)
         try:
-            body = await self._read(request)
-            model = self._resolve(envelope.peek(body).model)
-            trail.model = model
-            patience_s = envelope.patience_s(request.headers, self._current.config.models[model].hold.max_wait_s)
-            ticket = Ticket(model, len(body), trail.since + patience_s)
-            self._ledger.arrive(model)
-            return await self._serve(request, body, ticket, trail)
+            order = await self._receive(head, found, source, down, trail)
+            try:
+                await self._serve(order, down)
+            finally:
+                order.body.close()
         except GatewayError as error:
             trail.status, trail.code = error.status, error.code
-            raise
+            if not down.begun:
+                raise
+            await down.cut(dialects.of(found.path).late(error, head.id))
+        except LateAnswer as late:
+            trail.status, trail.code = late.status, ""
+            await down.cut(late.frame)
+        except ClientGone:
+            pass
         finally:
-            self._account(request, trail, loop.time() - trail.since)
+            self.account(trail)
 
-    async def _read(self, request: web.Request) -> bytes:
-        """The whole body, within bounds of size and patience."""
-        limit = self._current.config.gateway.max_body_bytes
-        too_large = errors.RequestTooLarge(f"The request body is larger than {limit} bytes.")
-        if (request.content_length or 0) > limit:
-            raise too_large
-        if request.headers.get("Content-Encoding", "identity").lower() != "identity":
-            raise errors.UnsupportedEncoding("Send the request body uncompressed.")
-        body = bytearray()
-        try:
-            while True:
-                async with asyncio.timeout(BODY_PAUSE_S):
-                    chunk = await request.content.readany()
-                if not chunk:
-                    return bytes(body)
-                body += chunk
-                if len(body) > limit:
-                    raise too_large
-        except TimeoutError:
-            raise errors.SlowRequest(f"No more of the request body came for {BODY_PAUSE_S:g} s.") from None
-        except web.RequestPayloadError as error:
-            raise errors.InvalidRequest(f"The request body is not framed properly: {error}.", "invalid_http") from None
+    # The decisions, in their order. All synchronous.
 
-    def _resolve(self, name: str) -> str:
-        model = self._current.config.resolve(name)
-        if model is None:
-            raise errors.ModelNotFound(f"The model {name!r} does not exist.")
-        return model
+    def begin(self, head: Head, found: Found) -> Trail:
+        """1. The facts of a request whose head has arrived."""
+        repeated = head.headers.get("x-stainless-retry-count", "0") != "0"
+        trail = Trail(head.id, found.route.name, head.received, method=head.method, client_retry=repeated)
+        trail.client = head.peer or ""
+        return trail
 
-    async def _serve(self, request: web.Request, body: bytes, ticket: Ticket, trail: _Trail) -> web.StreamResponse:
-        """Slot, dispatch, relay; and again for as long as the chosen replica could not even be reached."""
-        outgoing = self._outgoing(request, body)
-        trail.phase = "held"
-        try:
-            with self._waitroom.claim(ticket) as claim:
-                for _ in range(MAX_TURNS):
-                    replica = claim.replica or await claim.granted()
-                    assert replica is not None, "without a limit of time there is a replica or a refusal"
-                    trail.phase, trail.start = "dispatched", replica.start or "cold"
-                    if ticket.waited_s and ticket.turns == 1:
-                        self._metrics.queue_wait.labels(ticket.model, "admitted").observe(ticket.waited_s)
-                    try:
-                        answer = await self._dispatch(replica, outgoing, trail)
-                    except Unreachable as error:
-                        self._registry.suspect(replica, str(error))
-                        self._metrics.upstream_retries.labels("unreachable").inc()
-                        logs.warning(
-                            "replica unreachable", replica=replica.id, incarnation=replica.incarnation, reason=str(error)
-                        )
-                        trail.phase = "held"
-                        claim.again()
-                        continue
-                    try:
-                        return await self._relay(request, replica, answer, trail)
-                    finally:
-                        answer.close()
-        except Refused as refused:
-            raise self._refusal(refused, ticket) from None
-        except asyncio.CancelledError:
-            if trail.phase == "held":
-                self._metrics.queue_wait.labels(ticket.model, "cancelled").observe(ticket.waited_s)
-            raise
-        raise errors.UpstreamError(f"No replica of model {ticket.model!r} could be reached.", retry_after_s=1.0)
+    def identify(self, head: Head, trail: Trail) -> str:
+        """2. Whose request it is, before a byte of its body is read. Raises Unauthorized."""
+        trail.client = self._clients.origin(head.peer, head.scheme, head.headers).address
+        trail.tenant = tenant = self._tenants.authenticate(head.headers)
+        return tenant
 
-    async def _dispatch(self, replica: Replica, outgoing: Outgoing, trail: _Trail) -> Answer:
-        """The replica's response head. Sent again once, on a fresh connection, when a reused one stayed silent."""
-        pool, limit_s = self._upstreams.pool(replica), self._model(replica).first_byte_timeout_s
-        try:
-            async with asyncio.timeout(limit_s):
-                return await self._send(pool, outgoing, trail)
-        except TimeoutError:
-            raise errors.UpstreamTimeout(f"The replica sent nothing within {limit_s:g} s.") from None
-        except Broken as error:
-            raise errors.UpstreamError(f"The replica's connection failed: {error}.") from None
+    def permit(self, tenant: str, body: Body, trail: Trail) -> Model:
+        """3. Which model it asks for, and whether it may. Raises ModelNotFound, PermissionDenied."""
+        config = self._current.config
+        trail.bytes_in, trail.stream, trail.asked = body.size, body.stream, body.model
+        trail.model = model = named(config, body.model)
+        self._tenants.may_use(tenant, model)
+        return config.models[model]
 
-    async def _send(self, pool: Pool, outgoing: Outgoing, trail: _Trail) -> Answer:
-        try:
-            return await pool.send(outgoing, fresh=trail.replayed)
-        except Silent:
-            trail.replayed = True
-            self._metrics.upstream_retries.labels("stale_connection").inc()
-        return await pool.send(outgoing, fresh=True)
+    def order(self, head: Head, found: Found, tenant: str, body: Body, trail: Trail) -> Order:
+        """4. For how long it may wait, and for what. The body has been edited.
 
-    async def _relay(self, request: web.Request, replica: Replica, answer: Answer, trail: _Trail) -> web.StreamResponse:
-        """Head and body to the client, chunk by chunk as they come."""
-        loop = asyncio.get_running_loop()
-        self._metrics.time_to_first_byte.labels(replica.model, trail.start).observe(loop.time() - trail.since)
-        headers, events = envelope.returned(answer.headers, id=trail.id, start=trail.start, incarnation=replica.incarnation)
-        response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=headers)
-        trail.phase = "streaming"
-        idle_s, last = self._model(replica).idle_body_timeout_s, b""
-        try:
-            await response.prepare(request)
-            async with asyncio.timeout(idle_s) as silence:
-                while chunk := await answer.read():
-                    silence.reschedule(loop.time() + idle_s)
-                    last = chunk
-                    await response.write(chunk)
-                    silence.reschedule(loop.time() + idle_s)
-            await response.write_eof()
-        except Truncated as error:
-            failure: GatewayError = errors.UpstreamError(f"The replica's answer broke off: {error}.")
-        except TimeoutError:
-            failure = errors.UpstreamTimeout(f"The answer did not move for {idle_s:g} s.")
-        except ConnectionError:
-            return response
-        else:
-            trail.status, trail.code = answer.status, ""
-            return response
-        trail.status, trail.code = failure.status, failure.code
-        self._metrics.truncated_responses.labels(replica.model, failure.code).inc()
-        await self._cut(request, response, failure, last if events else None)
-        return response
+        Raises:
+            GatewayError: it may not go on.
+        """
+        config = self._current.config
+        model = named(config, body.model)
+        spec = config.models[model]
+        patience_s = envelope.patience_s(head.headers, spec.hold.max_wait_s)
+        if not found.route.wakes and not self._registry.available(model):
+            raise errors.NotRunning(f"Model {model!r} is not running, and {found.route.name} does not start it.")
+        ticket = Ticket(model, body.size, head.received + patience_s, tenant)
+        return Order(head, found, body, model, spec, dialects.of(found.path), ticket, trail)
 
-    async def _cut(self, request: web.Request, response: web.StreamResponse, failure: GatewayError, last: bytes | None) -> None:
-        """End a response that has begun and cannot be completed; ``last``: the last bytes of an event stream."""
-        transport = request.transport
-        if transport is None or transport.is_closing():
+    # 5. Limits.charge_request. 6. Ledger.arrive: it counts as demand. 7. Waitroom.claim: a slot, a place, or a refusal.
+
+    def refusal(self, refused: Refused, order: Order) -> GatewayError:
+        """What the waiting room's refusal is to the client."""
+        code, model = refused.reject.code, order.model
+        self._metrics.queue_wait.labels(model, _OUTCOMES.get(code, "timeout")).observe(order.ticket.waited_s)
+        position = 1 + (self._ledger.held(model) if code in ("queue_full", "queue_bytes_full") else 0)
+        promise_s = self._eta.retry_after_s(model, position)
+        return errors.refusal(code, model=model, detail=refused.reject.detail, retry_after_s=promise_s)
+
+    def outgoing(self, order: Order, replica: Replica) -> Outgoing:
+        """8. The request as this replica shall get it."""
+        head, trail, ticket = order.head, order.trail, order.ticket
+        trail.phase, trail.start = "dispatched", replica.start or "cold"
+        trail.replica, trail.incarnation = replica.id, replica.incarnation
+        if ticket.waited_s and ticket.turns == 1:
+            self._metrics.queue_wait.labels(order.model, "admitted").observe(ticket.waited_s)
+        origin = self._clients.origin(head.peer, head.scheme, head.headers)
+        pairs = envelope.forwarded(head.headers.items(), id=head.id, origin=origin.pairs())
+        if trail.committed:
+            # The client has a head without Content-Encoding already.
+            pairs = [(name, value) for name, value in pairs if name.lower() != "accept-encoding"]
+        query = edits.requeried(order.found.query, order.spec)
+        path = f"{order.found.path}?{query}" if query else order.found.path
+        return Outgoing(path, order.body.headers(pairs), order.body, head.method)
+
+    def answered(self, order: Order, replica: Replica, answer: Answer, now: float) -> tuple[Pairs, bool]:
+        """9. The head for the client, and whether the body is an event stream."""
+        trail = order.trail
+        trail.phase, trail.first_byte_s = "streaming", now - trail.since
+        self._registry.outcome(replica, outcome_of(answer.status), f"it answered {answer.status}")
+        self._metrics.time_to_first_byte.labels(replica.model, trail.start).observe(trail.first_byte_s)
+        return envelope.returned(answer.headers, id=trail.id, start=trail.start, incarnation=replica.incarnation)
+
+    def spent(self, order: Order, used: usage.Usage | None) -> None:
+        """10. What the answer took, as far as it came."""
+        if used is None:
             return
-        if last is not None:
-            between = b"" if not last or last.endswith((b"\n\n", b"\r\n\r\n")) else b"\n\n"
-            frame = between + b"data: " + json.dumps(errors.envelope(failure)).encode() + b"\n\n"
-            if transport.get_write_buffer_size() == 0:
-                with contextlib.suppress(ConnectionError):
-                    await response.write(frame)
-        if request.version < (1, 1) and response.content_length is None:
-            # Such a body ends with the connection: only a reset tells the client that this is not the end.
-            connection: socket.socket = transport.get_extra_info("socket")
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            transport.abort()
-            return
-        transport.close()
-        asyncio.get_running_loop().call_later(_LINGER_S, transport.abort)
+        if used.counted == "engine":
+            order.trail.prompt_tokens, order.trail.completion_tokens = used.prompt, used.completion
+        self._limits.charge_tokens(order.ticket.tenant, used.total)
 
-    def _outgoing(self, request: web.Request, body: bytes) -> Outgoing:
-        headers = envelope.forwarded(
-            request.headers.items(), id=request[REQUEST_ID], peer=request.remote, scheme=request.scheme, host=request.host
-        )
-        return Outgoing(request.rel_url.raw_path_qs, headers, body)
-
-    def _model(self, replica: Replica) -> Model:
-        return self._current.config.models[replica.model]
-
-    def _refusal(self, refused: Refused, ticket: Ticket) -> GatewayError:
-        code = refused.reject.code
-        self._metrics.queue_wait.labels(ticket.model, _OUTCOMES.get(code, "timeout")).observe(ticket.waited_s)
-        promise_s = self._eta.retry_after_s(ticket.model)
-        return errors.refusal(code, model=ticket.model, detail=refused.reject.detail, retry_after_s=promise_s)
-
-    def _account(self, request: web.Request, trail: _Trail, seconds: float) -> None:
+    def account(self, trail: Trail) -> None:
+        """11. It has ended, somehow."""
         metrics, model = self._metrics, self._metrics.model(trail.model)
+        trail.seconds = asyncio.get_running_loop().time() - trail.since
         metrics.requests.labels(model, trail.route, str(trail.status), trail.start).inc()
-        if trail.code == "client_left":
+        metrics.account(trail)
+        if trail.status == 499:
             metrics.client_disconnects.labels(trail.phase).inc()
         elif trail.code:
             metrics.errors.labels(model, trail.code).inc()
-        if request.headers.get("x-stainless-retry-count", "0") != "0":
+        if trail.client_retry:
             metrics.client_retries.labels(model).inc()
-        if trail.code:
-            logs.info(
-                "request ended early",
-                request_id=trail.id,
-                model=model,
-                code=trail.code,
-                phase=trail.phase,
-                seconds=round(seconds, 3),
-            )
+        self._log.write(trail)
+
+    # What awaits.
+
+    async def _receive(self, head: Head, found: Found, source: Source, down: Downstream, trail: Trail) -> Order:
+        """Everything before the waiting room. Nothing that is refused here counts as demand."""
+        tenant = self.identify(head, trail)
+        body = await self._intake.read(found, head.headers, source, down.proceed)
+        try:
+            spec = self.permit(tenant, body, trail)
+            await edits.apply(body, spec)
+            order = self.order(head, found, tenant, body, trail)
+            if not self._limits.charge_request(tenant):
+                await self._limits.obtain(tenant)
+            self._ledger.arrive(order.model)
+        except BaseException:
+            body.close()
+            raise
+        return order
+
+    async def _serve(self, order: Order, down: Downstream) -> None:
+        """A slot, dispatch, relay; and again for as long as the chosen replica could not even be reached."""
+        loop = asyncio.get_running_loop()
+        try:
+            with self._waitroom.claim(order.ticket) as claim:
+                for _ in range(MAX_TURNS):
+                    replica = claim.replica or await self._wait(order, claim, down)
+                    since = loop.time()
+                    try:
+                        answer = await self._dispatch(order, replica)
+                    except Unreachable as error:
+                        self._unreachable(replica, error)
+                        claim.again()
+                        continue
+                    try:
+                        return await self._relay(order, replica, answer, down)
+                    finally:
+                        answer.close()
+                        self._eta.served(order.model, loop.time() - since)
+        except Refused as refused:
+            raise self.refusal(refused, order) from None
+        raise errors.UpstreamError(f"No replica of model {order.model!r} could be reached.", retry_after_s=1.0)
+
+    async def _wait(self, order: Order, claim: Claim, down: Downstream) -> Replica:
+        trail, ticket = order.trail, order.ticket
+        trail.phase = "held"
+        holding = order.holding = order.holding or self._holding(order, down)
+        try:
+            return await hold.until_granted(holding, claim, down, self._eta)
+        except (asyncio.CancelledError, ClientGone):
+            self._metrics.queue_wait.labels(ticket.model, "cancelled").observe(ticket.waited_s)
+            raise
+        finally:
+            trail.waited_s, trail.committed = ticket.waited_s, holding.committed
+
+    def _holding(self, order: Order, down: Downstream) -> Holding:
+        head, settings = order.head, order.spec.hold
+        mode = hold.mode_for(
+            settings,
+            user_agent=head.headers.get("user-agent", ""),
+            events=order.found.route.events and order.body.stream,
+            version=down.version,
+            dialect=order.dialect,
+            model=order.model,
+        )
+        silent_until = asyncio.get_running_loop().time() + settings.silent_s
+        return Holding(order.model, settings, order.dialect, mode, head.id, silent_until)
+
+    async def _dispatch(self, order: Order, replica: Replica) -> Answer:
+        """The replica's response head. The time that the request was held does not count."""
+        outgoing, limit_s = self.outgoing(order, replica), order.spec.first_byte_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                return await self._send(self._upstreams.pool(replica), outgoing, order.trail)
+        except TimeoutError:
+            error: GatewayError = errors.UpstreamTimeout(f"The replica sent nothing within {limit_s:g} s.")
+            self._registry.outcome(replica, Outcome.DEAD, str(error))
+        except Broken as broken:
+            error = errors.UpstreamError(f"The replica's connection failed: {broken}.")
+            self._registry.outcome(replica, Outcome.FAILED, str(error))
+        raise error
+
+    async def _send(self, pool: Pool, outgoing: Outgoing, trail: Trail) -> Answer:
+        """Sent again once, on a fresh connection, when a reused one stayed silent."""
+        try:
+            return await pool.send(outgoing, fresh=trail.retries > 0)
+        except Silent:
+            trail.retries += 1
+            self._metrics.upstream_retries.labels("stale_connection").inc()
+        return await pool.send(outgoing, fresh=True)
+
+    def _unreachable(self, replica: Replica, error: Unreachable) -> None:
+        self._registry.outcome(replica, Outcome.DEAD, str(error))
+        self._metrics.upstream_retries.labels("unreachable").inc()
+        logs.warning("replica unreachable", replica=replica.id, incarnation=replica.incarnation, reason=str(error))
+
+    async def _relay(self, order: Order, replica: Replica, answer: Answer, down: Downstream) -> None:
+        """Head and body to the client, piece by piece as they come."""
+        trail = order.trail
+        headers, events = self.answered(order, replica, answer, asyncio.get_running_loop().time())
+        if down.begun:
+            await self._join(order, answer, events, down)
+        else:
+            await down.head(answer.status, answer.reason, headers)
+        relay = Relay(answer, down, order.spec, trail)
+        try:
+            await relay.run()
+        except Truncated as broken:
+            error = relay.failure(broken)
+            trail.status, trail.code = error.status, error.code
+            self._registry.outcome(replica, Outcome.FAILED, str(error))
+            self._metrics.truncated_responses.labels(replica.model, error.code).inc()
+            await down.cut(order.dialect.late(error, order.head.id) if events and relay.frames.between else b"")
+        else:
+            trail.status, trail.code = answer.status, ""
+        finally:
+            self.spent(order, relay.meter.usage())
+
+    async def _join(self, order: Order, answer: Answer, events: bool, down: Downstream) -> None:
+        """The client has its head already; what the replica answers must fit behind it.
+
+        Raises:
+            LateAnswer: it does not, and the last frame repeats the replica's error.
+            UpstreamError: it does not, and is no error.
+        """
+        trail, holding = order.trail, order.holding
+        assert holding is not None
+        if answer.status != 200:
+            body = await remainder(answer)
+            raise LateAnswer(answer.status, order.dialect.relayed(answer.status, body, order.head.id))
+        if not events or answer.encoding:
+            raise errors.UpstreamError("The replica did not answer with a plain event stream.")
+        await down.write(order.dialect.dispatched(holding.mode, start=trail.start, incarnation=trail.incarnation))

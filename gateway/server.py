@@ -13,32 +13,21 @@ from typing import Any
 from aiohttp import web
 
 from gateway import dialects, envelope, errors, logs
-from gateway.admin import MAX_BODY_BYTES
 from gateway.downstream import REQUEST_ID
 from gateway.errors import GatewayError
-from gateway.exchange import Call, Reply
+from gateway.exchange import Reply
 from gateway.life import Life
 
 LIFE = web.AppKey("life", Life)
 _CUT_S = 0.25
 """What is left after the drain gets this long, twice, before it is cut."""
 _MAX_FIELD = 32 << 10
+_LINGER_S = 2.0
+"""A client that still sends a body that was refused gets this long to read why."""
 
 
-def plain(handler: Callable[[Call], Awaitable[Reply]]) -> Callable[[web.Request], Awaitable[web.Response]]:
-    """A route for a handler that knows no web framework."""
-
-    async def route(request: web.Request) -> web.Response:
-        if (request.content_length or 0) > MAX_BODY_BYTES:
-            raise errors.RequestTooLarge(f"The request body is larger than {MAX_BODY_BYTES} bytes.")
-        body = await request.content.read(MAX_BODY_BYTES) if request.can_read_body else b""
-        call = Call(request.headers.get("Authorization"), dict(request.match_info), dict(request.query), body)
-        return _response(await handler(call))
-
-    return route
-
-
-def _response(answer: Reply) -> web.Response:
+def response(answer: Reply) -> web.Response:
+    """An answer in aiohttp's terms."""
     return web.Response(status=answer.status, body=answer.body, headers={"Content-Type": answer.content_type, **answer.headers})
 
 
@@ -51,17 +40,25 @@ async def shape(request: web.Request, handler: Callable[[web.Request], Awaitable
     try:
         return await handler(request)
     except GatewayError as error:
-        return _response(dialects.of(request.path).render(error, request[REQUEST_ID]))
+        return _refused(request, error)
     except web.HTTPException as error:
-        return _response(dialects.of(request.path).render(_translated(request, error), request[REQUEST_ID]))
+        return _refused(request, _translated(request, error))
     except Exception as error:
         logs.error("bug", error, request_id=request[REQUEST_ID], path=request.path)
         if request.writer.output_size > 0:
             # A second status line in the middle of a body would be taken for content.
             raise ConnectionError("the response had begun") from error
-        return _response(errors.render(GatewayError("The gateway failed; its log tells more under this request id.")))
+        return _refused(request, GatewayError("The gateway failed; its log tells more under this request id."))
     finally:
         life.closed()
+
+
+def _refused(request: web.Request, error: GatewayError) -> web.Response:
+    """An error as its path's clients want it. What is still to come of the body is not read: the connection ends."""
+    answer = response(dialects.of(request.path).render(error, request[REQUEST_ID]))
+    if not request.content.is_eof():
+        answer.force_close()
+    return answer
 
 
 def _translated(request: web.Request, error: web.HTTPException) -> GatewayError:
@@ -73,12 +70,12 @@ def _translated(request: web.Request, error: web.HTTPException) -> GatewayError:
     return errors.InvalidRequest(f"{error.reason}.", "invalid_http")
 
 
-async def finish_head(request: web.Request, response: web.StreamResponse) -> None:
+async def finish_head(request: web.Request, answer: web.StreamResponse) -> None:
     """The last hand on every head."""
-    response.headers.setdefault("x-request-id", request.get(REQUEST_ID, ""))
+    answer.headers.setdefault("x-request-id", request.get(REQUEST_ID, ""))
     if request.app[LIFE].draining:
-        response.headers["Connection"] = "close"
-        response.force_close()
+        answer.headers["Connection"] = "close"
+        answer.force_close()
 
 
 class _Protocol(web.RequestHandler):
@@ -96,9 +93,9 @@ class _Protocol(web.RequestHandler):
         else:
             logs.error("bug", exc)
             error = GatewayError("The gateway failed.")
-        response = _response(errors.render(error))
-        response.force_close()
-        return response
+        answer = response(errors.render(error))
+        answer.force_close()
+        return answer
 
 
 class _Server(web.Server):
@@ -145,4 +142,5 @@ class Runner(web.AppRunner):
             auto_decompress=False,
             max_line_size=_MAX_FIELD,
             max_field_size=_MAX_FIELD,
+            lingering_time=_LINGER_S,
         )

@@ -22,7 +22,7 @@ from redis.exceptions import RedisError
 
 from gateway import logs
 from gateway.errors import StoreUnavailable
-from policies.limits import SHARE, Claim, Settled
+from gateway.permits import SETTLE_S, TENURE_S, TTL_S, Grant, Wish, payload
 from policies.limits import SHARE, Claim, Settled
 from policies.replica import Replica
 from policies.wire import REPORT_TTL_MS, SCHEMA, Failure, GatewayReport, Hint, HostReport, Keys, Operation, StageKey
@@ -63,7 +63,7 @@ class Store:
         self._listener: Any = redis.asyncio.from_url(url, retry=Retry(NoBackoff(), 0), health_check_interval=5, **common)
         self._script = self._client.register_script(Path(__file__).with_name("operations.lua").read_text())
         self._budgets = self._client.register_script(Path(__file__).with_name("limits.lua").read_text())
-        self._budgets = self._client.register_script(Path(__file__).with_name("limits.lua").read_text())
+        self._permits = self._client.register_script(Path(__file__).with_name("permits.lua").read_text())
 
     async def close(self) -> None:
         with contextlib.suppress(RedisError, OSError):
@@ -187,6 +187,26 @@ class Store:
         with _translated():
             answers = await self._budgets(keys=[self.keys.budget(c.tenant) for c in claims], args=[json.dumps(arguments)])
         return [Settled(int(granted), float(requests), float(tokens)) for granted, requests, tokens in answers]
+
+    async def lend(
+        self, gateway: str, number: int, wishes: Sequence[Wish], *, spare: bool, leave: bool
+    ) -> Sequence[Grant | None]:
+        """Settle this gateway's part of pools of permits (permits.lua): one grant for each wish."""
+        arguments = {
+            "gateway": gateway,
+            "number": number,
+            "ttl_ms": round(TTL_S * 1000),
+            "settle_ms": round(SETTLE_S * 1000),
+            "tenure_ms": round(TENURE_S * 1000),
+            "spare": int(spare),
+            "leave": leave,
+            "pools": payload(wishes),
+        }
+        with _translated():
+            answer = await self._permits(
+                keys=[self.keys.events, *(self.keys.permits(wish.name) for wish in wishes)], args=[json.dumps(arguments)]
+            )
+        return [None if "stale" in grant else Grant(**grant) for grant in json.loads(answer)]
 
     async def _members(self, index: str, key: Any) -> tuple[dict[str, str], list[str]]:
         """Members of a set whose own key is alive (with its value), and those whose key has expired."""

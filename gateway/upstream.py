@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import io
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import aiohttp
 from yarl import URL
@@ -45,14 +45,28 @@ class Truncated(Exception):
     """The answer's body ended before it was complete."""
 
 
+class Payload(Protocol):
+    """A request's body, in memory or not; it can be read again."""
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def data(self) -> bytes | None:
+        """None: it lies elsewhere, and comes in pieces."""
+
+    def pieces(self) -> AsyncIterator[bytes]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Outgoing:
     """A request as the replica shall get it."""
 
     path: str
-    """Raw path and query, as the client wrote them."""
+    """Path and query, as they shall stand on the request line."""
     headers: Pairs
-    body: bytes
+    body: Payload
+    method: str = "POST"
 
 
 class _Protocol(aiohttp.client_proto.ResponseHandler):
@@ -124,6 +138,10 @@ class Answer:
         self._protocol = protocol
         self.status = response.status
         self.reason = response.reason
+        self.content_type = response.headers.get("Content-Type", "")
+        encoding = response.headers.get("Content-Encoding", "").strip().lower()
+        self.encoding = "" if encoding == "identity" else encoding
+        """How the body is compressed; empty: not at all."""
 
     @property
     def headers(self) -> Iterable[tuple[str, str]]:
@@ -140,8 +158,13 @@ class Answer:
         except (aiohttp.ClientError, aiohttp.http_exceptions.HttpProcessingError, OSError) as error:
             raise Truncated(_reason(error)) from error
         if not chunk and self._protocol is not None and self._protocol.cut:
-            raise Truncated("the replica was stopped")
+            raise Truncated("its connection was cut off")
         return chunk
+
+    def abort(self) -> None:
+        """End the connection at once; whoever reads gets Truncated."""
+        if self._protocol is not None:
+            self._protocol.cut_off()
 
     def close(self) -> None:
         """Close the connection, unless the body has been read to its end."""
@@ -159,7 +182,7 @@ class Pool:
         self._single = self._session(force_close=True)
 
     async def send(self, outgoing: Outgoing, *, fresh: bool = False) -> Answer:
-        """Send a POST and wait for the answer's head; ``fresh``: on a new connection, whatever the pool holds.
+        """Send a request and wait for the answer's head; ``fresh``: on a new connection, whatever the pool holds.
 
         Raises:
             Unreachable: nothing was sent.
@@ -168,12 +191,13 @@ class Pool:
         """
         attempt = _Attempt()
         token = _ATTEMPT.set(attempt)
-        large = len(outgoing.body) > _LARGE_BODY
+        data, headers = _sendable(outgoing)
         try:
-            response = await (self._single if fresh else self._kept).post(
+            response = await (self._single if fresh else self._kept).request(
+                outgoing.method,
                 URL(self._base + outgoing.path, encoded=True),
-                data=io.BytesIO(outgoing.body) if large else outgoing.body,
-                headers=outgoing.headers,
+                data=data,
+                headers=headers,
                 allow_redirects=False,
             )
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
@@ -232,6 +256,16 @@ class Upstreams:
     async def close(self) -> None:
         self.retain(frozenset())
         await asyncio.gather(*self._closing)
+
+
+def _sendable(outgoing: Outgoing) -> tuple[Any, Pairs]:
+    """The body as the HTTP client takes it, always with its length: engines' servers need not know chunked requests."""
+    body, headers = outgoing.body, outgoing.headers
+    if body.data is None:
+        return body.pieces(), [*headers, ("Content-Length", str(body.size))]
+    if not body.data and outgoing.method in ("GET", "HEAD", "DELETE"):
+        return None, headers
+    return (io.BytesIO(body.data) if body.size > _LARGE_BODY else body.data), headers
 
 
 def _reason(error: BaseException) -> str:

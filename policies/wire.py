@@ -18,6 +18,7 @@
     :tenure:{model}               string  ms (store clock) since when it serves        restorer (Lua), gateway (Lua)
     :preloaded                    set     models that were preloaded                   gateway adds, restorer clears
     :budget:{name}                hash    what a tenant may use now; expires when full gateway (Lua)
+    :permits:{name}               hash    gateway -> its part of a pool (permits.lua)  gateway (Lua)
     :failure:{model}              string  Failure; expires when it may be tried again  restorer
     :gateways / :gateway:{id}     set, string (expires)   GatewayReport                that gateway
     :hosts / :host:{name}         set, string (expires)   HostReport                   that restorer
@@ -88,6 +89,9 @@ class Keys:
 
     def budget(self, tenant: str) -> str:
         return f"{self.prefix}:budget:{tenant}"
+
+    def permits(self, pool: str) -> str:
+        return f"{self.prefix}:permits:{pool}"
 
     def failure(self, model: str) -> str:
         return f"{self.prefix}:failure:{model}"
@@ -272,3 +276,5 @@ class Hint(_Record):
     """This gateway's report changed in a way that somebody may wait for."""
     job: str | None = None
     """A job was added."""
+    permits: str | None = None
+    """Somebody waits for permits of this pool, or gave some back."""

@@ -169,6 +169,7 @@ async def test_cases_56_71_cold_models_are_listed_and_found_by_any_spelling(stor
             "state": "ready",
             "replicas": 1,
             "aliases": ["alias/of-m"],
+            "eta_seconds": 0.0,
         }
 
 
@@ -177,4 +178,4 @@ async def test_case_59_head_has_no_body_and_a_post_route_says_what_it_allows(sto
         head = await served.client.head("/v1/models")
         assert (head.status_code, head.content) == (200, b"")
         refused = await served.client.head("/v1/completions")
-        assert (refused.status_code, refused.headers["allow"], refused.content) == (405, "POST", b"")
+        assert (refused.status_code, refused.headers["allow"], refused.content) == (405, "POST, OPTIONS", b"")

@@ -493,11 +493,13 @@ async def test_drain_refuses_waiters_and_lets_streams_finish(store, store_server
             held = asyncio.create_task(served.chat())
             await eventually(lambda: served.held() == 1)
             served.gateway.life.drain()
+            assert (await served.client.get("/ready")).status_code == 503
+            assert served.held() == 1
+            served.gateway.life.refuse()
             response = await held
             assert (response.status_code, response.json()["error"]["code"]) == (503, "shutting_down")
             assert (response.headers["retry-after"], response.headers["x-should-retry"]) == ("1", "true")
             assert response.headers["connection"] == "close"
-            assert (await served.client.get("/ready")).status_code == 503
             assert not await served.gateway.life.quiet(0.05)
             gate.set()
             assert b"late" in await stream.aread()
