@@ -136,6 +136,11 @@ class Limits:
                     return await paid
             except TimeoutError:
                 self._lose("no answer in time")
+            except asyncio.CancelledError:
+                if paid.done() and not paid.cancelled() and paid.exception() is None:
+                    account.leased += 1
+                    account.spent -= 1
+                raise
 
     def charge_tokens(self, tenant: str, tokens: int) -> None:
         """Tokens that an answer took, told after it. May put the tenant in debt."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -156,6 +157,32 @@ async def test_who_leaves_while_asking_takes_nothing_along(store: redis.asyncio.
         await asyncio.sleep(0)
         leaving.cancel()
         assert await passed(limits, 9) == 3
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_nothing_is_lost_or_made_whatever_happens(store: redis.asyncio.Redis, store_server: str, seed: int) -> None:
+    """Bursts, single requests and clients that leave, at three gateways: at the end the budget is short by what went, no more."""
+    dice = random.Random(seed)
+    limit, loop = 600, asyncio.get_running_loop()
+    current = Current(config({"t": {"requests_per_minute": limit}}))
+    async with contextlib.AsyncExitStack() as stack:
+        gateways = [(await stack.enter_async_context(gateway(store_server, current, 3)))[0] for _ in range(3)]
+        began, went = loop.time(), 0
+        for _ in range(60):
+            limits = dice.choice(gateways)
+            tasks = [asyncio.create_task(pay(limits)) for _ in range(dice.choice((1, 1, 2, 15)))]
+            await asyncio.sleep(dice.choice((0, 0, 0.001, 0.01)))
+            for task in dice.sample(tasks, len(tasks) // 3):
+                task.cancel()
+            ended = await asyncio.gather(*tasks, return_exceptions=True)
+            went += ended.count(None)
+        for limits in gateways:
+            await limits.leave()
+        seconds = loop.time() - began
+        left = float(await store.hget("rewake:budget:t", "requests"))
+    assert went > 100
+    assert limit - went <= left + 0.01
+    assert left <= limit - went + seconds * limit / 60 + 3
 
 
 async def test_a_reload_changes_the_limit_or_takes_it_away(store: redis.asyncio.Redis, store_server: str) -> None:
