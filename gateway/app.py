@@ -210,6 +210,7 @@ def _connect(gateway: Gateway) -> None:
     gateway.ledger.on_edge = edge
     registry.on_change.append(fleet_changed)
     gateway.link.on_permits = permits.hint
+    gateway.link.on_debtor = gateway.callers.limits.indebted
     permits.on_more = waitroom.pump_all
     scaler.on_trigger = lambda model, outcome: triggers.labels(model, "false" if outcome.created else "true").inc()
     gateway.life.on_drain.append(drain)

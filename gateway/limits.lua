@@ -1,9 +1,10 @@
 -- Tenants' budgets: one call takes the claims of one gateway for any number of tenants, and answers each.
 --
--- KEYS  i  :budget:{name}  hash  requests, tokens: what is left (may be negative: a debt); at: ms of that
--- ARGV  one JSON array with, for each key: requests and tokens a minute (0: not limited), need, more, back, owed
+-- KEYS  1        :events         pubsub
+--       1 + i    :budget:{name}  hash    requests, tokens: what is left (may be negative: a debt); at: ms of that
+-- ARGV  one JSON array with, for each budget: tenant, requests and tokens a minute (0: not limited), need, more, back, owed
 --       (policies.limits.Claim), and share: the part of what is left that `more` may take
--- Returns for each key {granted, requests left, tokens left}; the last two as text, for they are no whole numbers.
+-- Returns for each budget {granted, requests left, tokens left}; the last two as text, for they are no whole numbers.
 --
 -- Time is the store's. A budget that is full again is forgotten.
 
@@ -31,7 +32,12 @@ local function settle(key, claim)
   local requests = refilled(tonumber(held[1]), claim.requests, elapsed_ms)
   local tokens = refilled(tonumber(held[2]), claim.tokens, elapsed_ms)
   if claim.requests > 0 then requests = math.min(claim.requests, requests + claim.back) end
-  if claim.tokens > 0 then tokens = tokens - claim.owed end
+  if claim.tokens > 0 then
+    local solvent = tokens > 0
+    tokens = tokens - claim.owed
+    -- The other gateways believe what they were told a moment ago; a debt must not wait until they ask again.
+    if solvent and tokens <= 0 then redis.call('PUBLISH', KEYS[1], cjson.encode({ debtor = claim.tenant })) end
+  end
   local granted = 0
   if claim.requests > 0 and (claim.tokens == 0 or tokens > 0) then
     local whole = math.max(0, math.floor(requests))
@@ -48,5 +54,5 @@ local function settle(key, claim)
 end
 
 local answers = {}
-for i, claim in ipairs(cjson.decode(ARGV[1])) do answers[i] = settle(KEYS[i], claim) end
+for i, claim in ipairs(cjson.decode(ARGV[1])) do answers[i] = settle(KEYS[1 + i], claim) end
 return answers

@@ -64,6 +64,8 @@ class _Account:
     owed: int = 0
     """Tokens used here that the store does not know of."""
     settled_at: float = -math.inf
+    stale: bool = False
+    """Something has happened since that the store has to be asked about."""
     empty_until: float = -math.inf
     """No requests are left before this moment."""
     made: float = 0.0
@@ -105,7 +107,7 @@ class Limits:
         account = self._account(tenant, now)
         if self._lost:
             self._refill_alone(account, limits, now)
-        elif now >= account.settled_at + _FRESH_S:
+        elif account.stale or now >= account.settled_at + _FRESH_S:
             return False
         if account.tokens is not None and account.tokens <= 0:
             self._refuse_debt(account, account.tokens, limits, now)
@@ -153,6 +155,12 @@ class Limits:
             account.tokens -= tokens
         if self._telling is None and not self._lost:
             self._telling = asyncio.get_running_loop().call_later(_CALM_S, self._due.set)
+
+    def indebted(self, tenant: str) -> None:
+        """Some gateway has just put the tenant in debt: ask before it goes on here."""
+        account = self._accounts.get(tenant)
+        if account is not None:
+            account.stale = True
 
     async def run(self) -> None:
         """Settle accounts until cancelled."""
@@ -228,7 +236,7 @@ class Limits:
         account.leased += answer.granted
         account.left = answer.requests
         account.tokens = answer.tokens - account.owed
-        account.settled_at, account.alone_at = now, None
+        account.settled_at, account.alone_at, account.stale = now, None, False
         short = claim.requests is not None and answer.requests < 1
         account.empty_until = now + min(_MEMO_S, wait_s(answer.requests, limit=claim.requests or 1, needed=1)) if short else now
         self._release(account)

@@ -37,6 +37,8 @@ class Link:
         """Called on each new connection, when the records have been read; may raise StoreUnavailable."""
         self.on_permits: Callable[[str], None] = lambda pool: None
         """Called when somebody waits for permits of a pool, or gave some back."""
+        self.on_debtor: Callable[[str], None] = lambda tenant: None
+        """Called when a tenant has just used more tokens than it had."""
 
     async def run(self) -> None:
         """Stay connected until cancelled."""
@@ -110,6 +112,8 @@ class Link:
                 self._stale.set()
             if hint.permits is not None:
                 self.on_permits(hint.permits)
+            if hint.debtor is not None:
+                self.on_debtor(hint.debtor)
             for changed in self._followers.get(hint.operation or "", ()):
                 changed.set()
 

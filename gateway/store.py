@@ -185,7 +185,9 @@ class Store:
             {**claim._asdict(), "requests": claim.requests or 0, "tokens": claim.tokens or 0, "share": SHARE} for claim in claims
         ]
         with _translated():
-            answers = await self._budgets(keys=[self.keys.budget(c.tenant) for c in claims], args=[json.dumps(arguments)])
+            answers = await self._budgets(
+                keys=[self.keys.events, *(self.keys.budget(claim.tenant) for claim in claims)], args=[json.dumps(arguments)]
+            )
         return [Settled(int(granted), float(requests), float(tokens)) for granted, requests, tokens in answers]
 
     async def lend(

@@ -278,3 +278,5 @@ class Hint(_Record):
     """A job was added."""
     permits: str | None = None
     """Somebody waits for permits of this pool, or gave some back."""
+    debtor: str | None = None
+    """This tenant has just used more tokens than it had."""

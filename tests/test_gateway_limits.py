@@ -211,6 +211,33 @@ async def test_a_tenant_in_debt_waits_until_it_is_paid_off(store: redis.asyncio.
     assert refused.headers["x-ratelimit-remaining-tokens"] == "0"
 
 
+async def test_a_debt_is_announced_once(store: redis.asyncio.Redis, store_server: str) -> None:
+    pubsub = store.pubsub(ignore_subscribe_messages=True)
+    await pubsub.subscribe("rewake:events")
+    for owed in (50, 20, 30):
+        await settle(store_server, requests=None, tokens=60, owed=owed)
+    await store.publish("rewake:events", "end")
+    heard: list[str] = []
+    async with asyncio.timeout(5):
+        while "end" not in heard:
+            message = await pubsub.get_message(ignore_subscribe_messages=True, timeout=1)
+            heard += [] if message is None else [message["data"]]
+    await pubsub.aclose()
+    assert heard == ['{"debtor":"t"}', "end"]
+
+
+async def test_who_hears_of_a_debt_asks_before_it_goes_on(store: redis.asyncio.Redis, store_server: str) -> None:
+    current = Current(config({"t": {"tokens_per_minute": 60}}))
+    async with gateway(store_server, current, 2) as (one, _), gateway(store_server, current, 2) as (two, _):
+        assert await pay(one) is None
+        assert await pay(two) is None
+        one.charge_tokens("t", 1000)
+        await one.leave()
+        two.indebted("t")
+        assert not two.charge_request("t")
+        assert await pay(two) is not None
+
+
 async def test_a_debt_is_known_to_other_gateways(store: redis.asyncio.Redis, store_server: str) -> None:
     current = Current(config({"t": {"tokens_per_minute": 60, "requests_per_minute": 1000}}))
     async with gateway(store_server, current, 2) as (one, _), gateway(store_server, current, 2) as (two, _):
