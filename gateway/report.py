@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from gateway import logs
 from gateway.errors import StoreUnavailable
@@ -28,8 +28,6 @@ class Reporter:
     def __init__(self, id: str, *, store: Store, ledger: Ledger, registry: Registry) -> None:
         self.id = id
         self.draining = False
-        self.on_peers: Callable[[], None] = lambda: None
-        """Called when the number of live gateways has changed."""
         self._store = store
         self._ledger = ledger
         self._registry = registry
@@ -93,11 +91,8 @@ class Reporter:
 
     async def look(self) -> None:
         """Read what the other gateways report."""
-        before = self.gateways
         reports = await self._store.reports()
         self._peers = {id: report for id, report in reports.items() if id != self.id}
-        if self.gateways != before:
-            self.on_peers()
 
     async def run(self) -> None:
         """Report until cancelled; a lost store is tried again each period."""
