@@ -18,6 +18,7 @@ from aiohttp import web
 from gateway.envelope import Pairs
 from gateway.exchange import Head
 from gateway.intake import Source, Unframed
+from gateway.websocket import Wire
 from gateway.routes import Found
 
 REQUEST_ID = web.RequestKey("request_id", str)
@@ -57,6 +58,9 @@ class Downstream(Protocol):
 
     def abort(self) -> None:
         """Drop the connection, whatever was still to be sent."""
+
+    def wire(self) -> Wire:
+        """The raw connection, after a head of status 101."""
 
 
 class AiohttpDownstream:
@@ -118,6 +122,11 @@ class AiohttpDownstream:
     def abort(self) -> None:
         if self._request.transport is not None:
             self._request.transport.abort()
+
+    def wire(self) -> Wire:
+        assert self.response is not None
+        self.response.force_close()
+        return Wire(self._request.protocol)
 
 
 async def serve(

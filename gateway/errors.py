@@ -118,6 +118,12 @@ class ExpectationFailed(GatewayError):
     status, type, code, should_retry = 417, "invalid_request_error", "expectation_failed", False
 
 
+class UpgradeRequired(GatewayError):
+    """426: the path speaks WebSocket, and the request does not."""
+
+    status, type, code, should_retry = 426, "invalid_request_error", "upgrade_required", False
+
+
 class HeadersTooLarge(GatewayError):
     """431: more header bytes, or more headers, than the gateway reads."""
 

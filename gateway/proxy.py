@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from gateway import access, dialects, edits, envelope, errors, hold, logs, usage
+from gateway import access, dialects, edits, envelope, errors, hold, logs, usage, websocket
 from gateway.claim import Claim, Refused, Ticket
 from gateway.client import Clients
 from gateway.current import Current
@@ -178,6 +178,8 @@ class Proxy:
             pairs = [(name, value) for name, value in pairs if name.lower() != "accept-encoding"]
         query = edits.requeried(order.found.query, order.spec)
         path = f"{order.found.path}?{query}" if query else order.found.path
+        if order.found.route.serves == "socket":
+            return Outgoing(path, websocket.asking(pairs), order.body, head.method, upgrade=True)
         return Outgoing(path, order.body.headers(pairs), order.body, head.method)
 
     def answered(self, order: Order, replica: Replica, answer: Answer, now: float) -> tuple[Pairs, bool]:
@@ -215,6 +217,8 @@ class Proxy:
     async def _receive(self, head: Head, found: Found, source: Source, down: Downstream, trail: Trail) -> Order:
         """Everything before the waiting room. Nothing that is refused here counts as demand."""
         tenant = self.identify(head, trail)
+        if found.route.serves == "socket":
+            websocket.check(head)
         body = await self._intake.read(found, head.headers, source, down.proceed)
         try:
             spec = self.permit(tenant, body, trail)
@@ -308,6 +312,8 @@ class Proxy:
         """Head and body to the client, piece by piece as they come."""
         trail = order.trail
         headers, events = self.answered(order, replica, answer, asyncio.get_running_loop().time())
+        if answer.status == websocket.SWITCHING:
+            return await self._tunnel(order, answer, headers, down)
         if down.begun:
             await self._join(order, answer, events, down)
         else:
@@ -325,6 +331,16 @@ class Proxy:
             trail.status, trail.code = answer.status, ""
         finally:
             self.spent(order, relay.meter.usage())
+
+    async def _tunnel(self, order: Order, answer: Answer, headers: Pairs, down: Downstream) -> None:
+        """Bytes both ways for as long as the WebSocket lasts; it holds its slot until then."""
+        trail = order.trail
+        if order.found.route.serves != "socket" or down.begun:
+            raise errors.UpstreamError("The replica switched to another protocol, unasked.")
+        trail.status, trail.code = answer.status, ""
+        await down.head(answer.status, answer.reason, headers + websocket.UPGRADE)
+        moved = await websocket.join(down.wire(), answer.wire(), order.spec.idle_body_timeout_s)
+        trail.bytes_in, trail.bytes_out = moved
 
     async def _join(self, order: Order, answer: Answer, events: bool, down: Downstream) -> None:
         """The client has its head already; what the replica answers must fit behind it.

@@ -10,9 +10,9 @@ import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from aiohttp import web
+from aiohttp import http_exceptions, web
 
-from gateway import dialects, envelope, errors, logs
+from gateway import dialects, envelope, errors, logs, routes
 from gateway.downstream import REQUEST_ID
 from gateway.errors import GatewayError
 from gateway.exchange import Reply
@@ -22,6 +22,7 @@ LIFE = web.AppKey("life", Life)
 _CUT_S = 0.25
 """What is left after the drain gets this long, twice, before it is cut."""
 _MAX_FIELD = 32 << 10
+_SWITCHING = 101
 _LINGER_S = 2.0
 """A client that still sends a body that was refused gets this long to read why."""
 
@@ -56,7 +57,7 @@ async def shape(request: web.Request, handler: Callable[[web.Request], Awaitable
 def _refused(request: web.Request, error: GatewayError) -> web.Response:
     """An error as its path's clients want it. What is still to come of the body is not read: the connection ends."""
     answer = response(dialects.of(request.path).render(error, request[REQUEST_ID]))
-    if not request.content.is_eof():
+    if not request.content.at_eof():
         answer.force_close()
     return answer
 
@@ -70,10 +71,18 @@ def _translated(request: web.Request, error: web.HTTPException) -> GatewayError:
     return errors.InvalidRequest(f"{error.reason}.", "invalid_http")
 
 
+def _broken(exc: BaseException | None, message: str) -> GatewayError:
+    """What a client is told whose bytes are no HTTP; little of them is repeated."""
+    if isinstance(exc, http_exceptions.LineTooLong) or "Too many headers" in message:
+        return errors.HeadersTooLarge("The target, a header, or the number of headers is larger than is allowed.")
+    said = " ".join(message.partition("\n\n")[0].split())
+    return errors.InvalidRequest(f"This is not valid HTTP: {routes.shown(said).rstrip('.:')}.", "invalid_http")
+
+
 async def finish_head(request: web.Request, answer: web.StreamResponse) -> None:
     """The last hand on every head."""
     answer.headers.setdefault("x-request-id", request.get(REQUEST_ID, ""))
-    if request.app[LIFE].draining:
+    if request.app[LIFE].draining and answer.status != _SWITCHING:
         answer.headers["Connection"] = "close"
         answer.force_close()
 
@@ -89,7 +98,7 @@ class _Protocol(web.RequestHandler):
         if request.writer.output_size > 0:
             raise ConnectionError("the response had begun")
         if status < 500:
-            error: GatewayError = errors.InvalidRequest(f"This is not valid HTTP: {message or exc}.", "invalid_http")
+            error = _broken(exc, message or str(exc))
         else:
             logs.error("bug", exc)
             error = GatewayError("The gateway failed.")

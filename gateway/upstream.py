@@ -18,6 +18,7 @@ import aiohttp
 from yarl import URL
 
 from gateway.envelope import Pairs
+from gateway.websocket import Wire
 from policies.replica import Replica
 
 CONNECT_S = 2.0
@@ -67,6 +68,8 @@ class Outgoing:
     headers: Pairs
     body: Payload
     method: str = "POST"
+    upgrade: bool = False
+    """It asks for another protocol, so it goes out on a connection of its own."""
 
 
 class _Protocol(aiohttp.client_proto.ResponseHandler):
@@ -161,6 +164,10 @@ class Answer:
             raise Truncated("its connection was cut off")
         return chunk
 
+    def wire(self) -> Wire:
+        """The raw connection, after a status of 101."""
+        return Wire(self._protocol, None)
+
     def abort(self) -> None:
         """End the connection at once; whoever reads gets Truncated."""
         if self._protocol is not None:
@@ -193,7 +200,7 @@ class Pool:
         token = _ATTEMPT.set(attempt)
         data, headers = _sendable(outgoing)
         try:
-            response = await (self._single if fresh else self._kept).request(
+            response = await (self._single if fresh or outgoing.upgrade else self._kept).request(
                 outgoing.method,
                 URL(self._base + outgoing.path, encoded=True),
                 data=data,
