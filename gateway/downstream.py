@@ -18,8 +18,8 @@ from aiohttp import web
 from gateway.envelope import Pairs
 from gateway.exchange import Head
 from gateway.intake import Source, Unframed
-from gateway.websocket import Wire
 from gateway.routes import Found
+from gateway.websocket import Wire
 
 REQUEST_ID = web.RequestKey("request_id", str)
 _LINGER_S = 5.0

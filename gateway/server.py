@@ -103,6 +103,7 @@ class _Protocol(web.RequestHandler):
             logs.error("bug", exc)
             error = GatewayError("The gateway failed.")
         answer = response(errors.render(error))
+        answer.headers["x-request-id"] = envelope.request_id({})
         answer.force_close()
         return answer
 

@@ -105,6 +105,7 @@ async def test_gateway_case_50_what_two_servers_could_read_differently_is_400_an
         assert 400 <= status < 500
         assert (error["code"], error["type"]) == (headers["x-rewake-error"], "invalid_request_error")
         assert headers["content-type"].startswith("application/json")
+        assert headers["x-request-id"]
         assert b"HTTP/1.1 " not in body
         assert fake.requests == []
         await eventually(lambda: served.counts() == (0, 0, 0))
@@ -121,7 +122,7 @@ async def test_a_request_behind_a_refused_one_is_not_answered(store, store_serve
 async def test_bodies_that_were_not_read_end_their_connection(store, store_server):
     """A body behind an early refusal must not be taken for the next request."""
     async with warm(store, store_server, configuration(gateway__max_body_bytes=1000)) as (served, fake):
-        answer = await exchange(served.port, HEAD + b"Content-Length: 1001\r\n\r\n" + SMUGGLED * 15)
+        answer = await exchange(served.port, HEAD + b"Content-Length: 1001\r\n\r\n" + SMUGGLED * 10)
         status, headers, _ = parsed(answer)
         assert (status, headers["connection"]) == (413, "close")
         assert answer.count(b"HTTP/1.1 ") == 1
