@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import encodings.idna  # noqa: F401 - every connection needs it, and it may lie where only root can read
 import os
 import pwd
 import signal

@@ -173,8 +173,9 @@ class Scaler:
 
     async def _make_room(self, model: str, crowded: Crowded) -> None:
         """Its group is full: see whether somebody has to go for it. It is asked for again by then, and once a second."""
+        # A reload may have come meanwhile: only what is still configured is judged.
         config = self._current.config
-        name = config.models[model].group
+        name = config.models[model].group if model in config.models else None
         if name is None or all(waiter.model != model for waiter in crowded.queue):
             return
         members = [
@@ -188,6 +189,7 @@ class Scaler:
                 cost_s=self._cost_s(seated.model) or 0.0,
             )
             for seated in crowded.seated
+            if seated.model in config.models
         ]
         queue = [
             groups.Waiter(waiter.model, waiter.waited_s, waiter.yields, self._cost_s(waiter.model) or 0.0)
