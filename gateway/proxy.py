@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from gateway import access, dialects, edits, envelope, errors, hold, logs, usage, websocket
+from gateway import access, affinity, dialects, edits, envelope, errors, hold, logs, usage, websocket
 from gateway.claim import Claim, Refused, Ticket
 from gateway.client import Clients
 from gateway.current import Current
@@ -151,7 +151,8 @@ class Proxy:
         patience_s = envelope.patience_s(head.headers, spec.hold.max_wait_s)
         if not found.route.wakes and not self._registry.available(model):
             raise errors.NotRunning(f"Model {model!r} is not running, and {found.route.name} does not start it.")
-        ticket = Ticket(model, body.size, head.received + patience_s, tenant)
+        together = affinity.key(spec.balance, tenant=tenant, headers=head.headers, body=body.data)
+        ticket = Ticket(model, body.size, head.received + patience_s, tenant, together)
         return Order(head, found, body, model, spec, dialects.of(found.path), ticket, trail)
 
     # 5. Limits.charge_request. 6. Ledger.arrive: it counts as demand. 7. Waitroom.claim: a slot, a place, or a refusal.
