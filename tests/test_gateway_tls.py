@@ -1,0 +1,107 @@
+"""Certificates in real handshakes: the first, its successor, and one that cannot be used."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from certificates import Pair, make
+
+from gateway.tls import CertificateError, Certificates, Pem
+
+
+def pem(pair: Pair) -> Pem:
+    return Pem(pair.certificate.read_text(), pair.key.read_text())
+
+
+async def seen(port: int, *, name: str | None = "localhost", **options: object) -> bytes:
+    """The certificate that a new connection is shown."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    for option, value in options.items():
+        setattr(context, option, value)
+    _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context, server_hostname=name)
+    found = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+    writer.close()
+    with contextlib.suppress(ConnectionError, ssl.SSLError):
+        await writer.wait_closed()
+    return bytes(found)
+
+
+@contextlib.asynccontextmanager
+async def echo_server(certificates: Certificates) -> AsyncIterator[int]:
+    """Its port. All its connections have ended afterwards."""
+    ended: list[asyncio.Task[None]] = []
+
+    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        ended.append(task)
+        with contextlib.suppress(ConnectionError, ssl.SSLError):
+            while line := await reader.readline():
+                writer.write(line)
+            writer.close()
+            await writer.wait_closed()
+
+    server = await asyncio.start_server(echo, "127.0.0.1", 0, ssl=certificates.context)
+    yield server.sockets[0].getsockname()[1]
+    server.close()
+    await asyncio.wait_for(asyncio.gather(*ended), 5)
+
+
+async def test_the_next_handshake_shows_the_new_certificate_and_open_connections_stay(tmp_path: Path) -> None:
+    # Of different kinds: an old key of another kind must not go on beside the new one.
+    old, new = make(tmp_path, "old", kind="rsa"), make(tmp_path, "new")
+    certificates = Certificates(pem(old))
+    async with echo_server(certificates) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=old.client(), server_hostname="localhost")
+        assert await seen(port) == old.der
+        certificates.replace(pem(new))
+        assert await seen(port) == new.der
+        # Without a server name the callback is asked as well; an address sends none.
+        assert await seen(port, name="127.0.0.1") == new.der
+        assert await seen(port, maximum_version=ssl.TLSVersion.TLSv1_2) == new.der
+        writer.write(b"still here\n")
+        assert await reader.readline() == b"still here\n"
+        writer.close()
+        await writer.wait_closed()
+
+
+async def test_a_pair_that_cannot_be_used_says_why_and_leaves_the_old_one(tmp_path: Path) -> None:
+    old, new = make(tmp_path, "old"), make(tmp_path, "new")
+    certificates = Certificates(pem(old))
+    async with echo_server(certificates) as port:
+        for bad, says in (
+            (Pem(pem(new).certificate, pem(old).key), "does not belong"),
+            (Pem("rubbish", pem(new).key), "not PEM"),
+            (Pem(pem(new).certificate, ""), "not PEM"),
+            (Pem(pem(new).certificate[:200], pem(new).key), "certificate or the key"),
+        ):
+            with pytest.raises(CertificateError, match=says):
+                certificates.replace(bad)
+            assert await seen(port) == old.der
+    assert certificates.pem == pem(old)
+
+
+def test_an_encrypted_key_is_refused_instead_of_asking_the_terminal(tmp_path: Path) -> None:
+    pair = make(tmp_path, "a")
+    encrypting = ["openssl", "pkcs8", "-topk8", "-in", str(pair.key), "-passout", "pass:secret"]
+    encrypted = subprocess.run(encrypting, check=True, capture_output=True, text=True, timeout=30).stdout
+    with pytest.raises(CertificateError, match="encrypted"):
+        Certificates(Pem(pair.certificate.read_text(), encrypted))
+
+
+async def test_old_protocols_are_refused(tmp_path: Path) -> None:
+    async with echo_server(Certificates(pem(make(tmp_path, "a")))) as port:
+        with pytest.warns(DeprecationWarning, match="TLSv1"), pytest.raises((ssl.SSLError, ConnectionError)):
+            await seen(port, minimum_version=ssl.TLSVersion.TLSv1, maximum_version=ssl.TLSVersion.TLSv1_1)
+
+
+def test_a_key_is_never_printed(tmp_path: Path) -> None:
+    pair = make(tmp_path, "a")
+    assert "PRIVATE" not in repr(pem(pair))
