@@ -100,7 +100,7 @@ TABLE: tuple[Route, ...] = (
     _infer("/v1/images/generations", "Make images", events=True),
     _infer("/v1/images/edits", "Edit images", multipart=True, events=True),
     _infer("/v1/images/variations", "Vary an image", multipart=True),
-    _infer("/v1/audio/speech", "Speak text", events=True),
+    _infer("/v1/audio/speech", "Speak text"),
     _infer("/v1/audio/transcriptions", "Write down what is said", multipart=True, events=True),
     _infer("/v1/audio/translations", "Write down in English what is said", multipart=True, events=True),
     Route("/v1/realtime", "GET", "socket", "Talk over a WebSocket", model="hint"),
