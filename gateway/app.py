@@ -243,6 +243,8 @@ def build(settings: Settings, metrics: Metrics, line: Line | None = None) -> web
     Dispatch(
         gateway.current,
         tenants=gateway.callers.tenants,
+        clients=gateway.callers.clients,
+        log=gateway.callers.log,
         intake=gateway.intake,
         own=_own(gateway),
         passer=lambda request, found: downstream.serve(request, found, gateway.proxy.handle),

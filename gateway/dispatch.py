@@ -6,23 +6,32 @@ aiohttp's server; decides nothing itself.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from urllib.parse import parse_qsl
 
 from aiohttp import web
 
-from gateway import cors, routes, server
+from gateway import access, cors, routes, server
 from gateway.admin import MAX_BODY_BYTES
+from gateway.client import Clients
 from gateway.current import Current
-from gateway.downstream import AiohttpSource
-from gateway.exchange import Call
+from gateway.downstream import REQUEST_ID, AiohttpSource
+from gateway.errors import GatewayError
+from gateway.exchange import Call, Reply
 from gateway.intake import Intake
 from gateway.life import Handler
+from gateway.metrics import OTHER
 from gateway.routes import Found
 from gateway.tenants import Tenants
+from gateway.trail import Trail
 
 Passer = Callable[[web.Request, Found], Awaitable[web.StreamResponse]]
 """Passes a request on to a replica; raises GatewayError while nothing has been sent."""
+
+_PROBES = ("/health", "/ready", "/metrics")
+"""Asked every few seconds for as long as the process lives: not worth a line each."""
+_LONGEST_METHOD = 16
 
 
 class Dispatch:
@@ -32,9 +41,21 @@ class Dispatch:
         own: for each :attr:`gateway.routes.Route.serves` that is the gateway's own, who answers it.
     """
 
-    def __init__(self, current: Current, *, tenants: Tenants, intake: Intake, own: Mapping[str, Handler], passer: Passer) -> None:
+    def __init__(
+        self,
+        current: Current,
+        *,
+        tenants: Tenants,
+        clients: Clients,
+        log: access.Log,
+        intake: Intake,
+        own: Mapping[str, Handler],
+        passer: Passer,
+    ) -> None:
         self._current = current
         self._tenants = tenants
+        self._clients = clients
+        self._log = log
         self._intake = intake
         self._own = own
         self._passer = passer
@@ -48,13 +69,38 @@ class Dispatch:
         """Raises:
         GatewayError: there is no such route, no permission, or no answer.
         """
-        found = routes.find(request.method, request.raw_path)
+        trail = Trail(request[REQUEST_ID], OTHER, asyncio.get_running_loop().time(), method=request.method[:_LONGEST_METHOD])
+        passed = False
+        try:
+            found = routes.find(request.method, request.raw_path)
+            trail.route, passed = found.route.name, found.route.serves in ("replica", "socket") and not found.preflight
+            if passed:
+                return await self._passer(request, found)
+            answer = await self._answer(request, found, trail)
+            trail.status, trail.code = answer.status, ""
+            return server.response(answer)
+        except GatewayError as error:
+            trail.status, trail.code = error.status, error.code
+            raise
+        except Exception:
+            trail.status, trail.code = GatewayError.status, GatewayError.code
+            raise
+        finally:
+            if not passed and trail.route not in _PROBES:
+                self._note(request, trail)
+
+    async def _answer(self, request: web.Request, found: Found, trail: Trail) -> Reply:
         if found.preflight:
-            return server.response(cors.options(self._current.config.gateway.cors, found, request.headers))
-        if found.route.serves in ("replica", "socket"):
-            return await self._passer(request, found)
-        tenant = self._tenants.authenticate(request.headers) if found.route.auth == "tenant" else ""
-        return server.response(await self._own[found.route.serves](await self._call(request, found, tenant)))
+            return cors.options(self._current.config.gateway.cors, found, request.headers)
+        if found.route.auth == "tenant":
+            trail.tenant = self._tenants.authenticate(request.headers)
+        return await self._own[found.route.serves](await self._call(request, found, trail.tenant))
+
+    def _note(self, request: web.Request, trail: Trail) -> None:
+        """The line of the access log; what is passed on has one by the proxy."""
+        trail.client = self._clients.origin(request.remote, request.scheme, request.headers).address
+        trail.seconds = asyncio.get_running_loop().time() - trail.since
+        self._log.write(trail)
 
     async def _call(self, request: web.Request, found: Found, tenant: str) -> Call:
         """A plain request, its small body read."""

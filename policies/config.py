@@ -174,7 +174,7 @@ class Gateway(Section):
     """Networks whose X-Forwarded-For and X-Forwarded-Proto are believed."""
     cors: Cors = Cors()
     access_log: bool = True
-    """One JSON line for each request on standard output; never a prompt."""
+    """One JSON line for each request, probes and scrapes aside, on standard output; never a prompt or a key."""
     hold: Bounds = Bounds(max_requests=10_000, max_bytes=512 << 20)
     """Bounds over all models together."""
     drain_s: Seconds = 30.0

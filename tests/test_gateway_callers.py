@@ -230,6 +230,24 @@ async def test_the_access_log_has_a_line_for_every_request(
     assert "secret=" not in json.dumps(told)
 
 
+async def test_the_gateways_own_answers_are_logged_but_for_probes(
+    store: redis.asyncio.Redis, store_server: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async with running(store, store_server, config(), admit=False) as (served, _):
+        for path in ("/health", "/ready", "/metrics", "/v1/models", "/admin/v1/models", "/nowhere/" + "x" * 500):
+            await served.client.get(path, headers=AS_ALICE)
+        await served.client.options("/v1/models")
+        told = await lines(capfd, 4, [])
+    seen = [(line["method"], line["route"], line["status"], line["code"], line["tenant"]) for line in told]
+    assert seen == [
+        ("GET", "/v1/models", 200, "", "alice"),
+        ("GET", "/admin/v1/models", 401, "invalid_api_key", ""),
+        ("GET", "_other", 404, "not_found", ""),
+        ("OPTIONS", "/v1/models", 204, "", ""),
+    ]
+    assert all(line["client"] == "127.0.0.1" for line in told)
+
+
 async def test_a_client_that_leaves_is_noted_with_its_phase(
     store: redis.asyncio.Redis, store_server: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
