@@ -120,10 +120,15 @@ class Installation:
             "models": models,
         }
         self.config = folder / "rewake.yaml"
-        self.config.write_text(yaml.safe_dump(self.settings))
+        self.configure()
         self.base = f"http://127.0.0.1:{self.port}"
         self.http = httpx.Client(base_url=self.base, timeout=60, trust_env=False)
         self.up: subprocess.Popen[bytes] | None = None
+
+    def configure(self, **sections: Any) -> None:
+        """Write the configuration, with these sections of it changed."""
+        self.settings |= sections
+        self.config.write_text(yaml.safe_dump(self.settings))
 
     def start(self) -> None:
         with (self.folder / "up.log").open("ab") as log:
