@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 
 from conftest import eventually
 from fake_replica import Fleet as Restorer
@@ -136,15 +137,21 @@ async def test_what_the_store_remembers_is_known_after_a_restart(store, store_se
         assert await eventually(lambda: eta.seconds("m")) == 4.0
 
 
-async def test_held_requests_and_their_retry_after_follow_the_stages(store, store_server):
+async def test_a_request_that_cannot_make_its_deadline_is_refused_now_with_the_time_to_come_back(store, store_server):
     """As a client sees it: 30 s were measured, half a minute is promised, within the jitter."""
     async with replica_server() as fake, serving(store_server) as served:
         restorer = Restorer(store)
         before = await restorer.admit(fake, stages=(Stage(name="restore processes", seconds=30.0),))
         await restorer.change(before, State.STOPPED)
         await eventually(lambda: served.gateway.registry.state("m") == "cold")
-        request = asyncio.create_task(served.chat(headers={"x-rewake-deadline-s": "0.2"}))
-        response = await request
-        assert response.status_code == 503
+        since = time.monotonic()
+        response = await served.chat(headers={"x-rewake-deadline-s": "10"})
+        assert time.monotonic() - since < 1, "it cannot be served before its deadline, so it is told now"
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "cold_start_timeout")
         assert 30 <= int(response.headers["retry-after"]) <= 38
         assert int(response.headers["retry-after-ms"]) == 1000 * int(response.headers["retry-after"])
+        assert await eventually(restorer.jobs), "who was told to come back is demand"
+        held = asyncio.create_task(served.chat(headers={"x-rewake-deadline-s": "60"}))
+        await eventually(lambda: served.held() == 1)
+        held.cancel()
+        await asyncio.wait([held])
