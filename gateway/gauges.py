@@ -46,6 +46,11 @@ class Gauges:
         loads = ledger.loads()
         slots = {replica.id: ledger.inflight(replica.incarnation) for replica in registry.replicas()}
         self._metrics.observe(loads, {model: ledger.held_bytes(model) for model in loads}, slots)
+        tenants = self._current.config.tenants
+        self._metrics.observe_tenants(
+            {tenant: ledger.tenant_held(tenant) for tenant in tenants},
+            {tenant: ledger.tenant_inflight(tenant) for tenant in tenants},
+        )
         self._metrics.store_connected.set(self._link.connected.is_set())
 
     def _observe_expiry(self) -> None:

@@ -121,6 +121,12 @@ class Metrics:
         """Label these tenants with their own names."""
         self._tenants |= frozenset(tenants)
 
+    def observe_tenants(self, held: Mapping[str, int], inflight: Mapping[str, int]) -> None:
+        """Set the tenants' gauges; one that is in neither has no request."""
+        for tenant in self._tenants:
+            self.tenant_held_requests.labels(tenant).set(held.get(tenant, 0))
+            self.tenant_inflight_requests.labels(tenant).set(inflight.get(tenant, 0))
+
     def tenant(self, name: str) -> str:
         """The value of a ``tenant`` label."""
         return name if name in self._tenants else OTHER
@@ -196,6 +202,8 @@ class Metrics:
         self.tenant_requests = self._counter(
             "tenant_requests", "Requests by outcome; 499: the client left.", ["tenant", "model", "code"]
         )
+        self.tenant_held_requests = self._gauge("tenant_held_requests", "Requests held.", ["tenant"])
+        self.tenant_inflight_requests = self._gauge("tenant_inflight_requests", "Requests on replicas.", ["tenant"])
         self.tenant_tokens = self._counter("tenant_tokens", "Tokens as the engines count them.", ["tenant", "model", "kind"])
         self.rate_limited = self._counter("rate_limited", "Requests turned away by a limit a minute.", ["tenant", "limit"])
         self.access_log_lost_lines = self._counter("access_log_lost_lines", "Lines that nobody read in time.", [])

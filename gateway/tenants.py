@@ -7,6 +7,7 @@ the headers' names.
 from __future__ import annotations
 
 import hmac
+import re
 from collections.abc import Mapping
 
 from gateway.current import Current
@@ -16,6 +17,8 @@ from policies.tenancy import key_hash
 
 KEY_HEADERS = ("authorization", "x-api-key", "api-key")
 """Where clients put their key: the OpenAI SDKs, the Anthropic SDKs, the Azure ones. The first that holds one counts."""
+_HIDDEN = re.compile(r"(?:^|,)\s*openai-insecure-api-key\.([^,\s]+)")
+"""Browsers can set no header on a WebSocket: OpenAI's clients put the key among the protocols that they offer."""
 _HOW = "Send `Authorization: Bearer KEY`."
 
 
@@ -79,7 +82,8 @@ def presented(headers: Mapping[str, str]) -> str:
             value = value.strip() if scheme.lower() == "bearer" else ""
         if value:
             return value
-    return ""
+    hidden = _HIDDEN.search(headers.get("sec-websocket-protocol", ""))
+    return hidden[1] if hidden else ""
 
 
 def _unauthorized(message: str) -> Unauthorized:

@@ -265,8 +265,13 @@ async def test_what_is_waited_for_is_logged(
     async with running(store, store_server, config(), admit=False) as (served, fake):
         held = asyncio.create_task(served.chat(headers=AS_ALICE))
         await eventually(lambda: served.held() == 1)
+        served.gateway.gauges.observe()
+        assert sample(served, "rewake_tenant_held_requests", tenant="alice") == 1
         await Fleet(store).admit(fake)
         assert (await held).status_code == 200
+        served.gateway.gauges.observe()
+        assert sample(served, "rewake_tenant_held_requests", tenant="alice") == 0
+        assert sample(served, "rewake_tenant_inflight_requests", tenant="alice") == 0
         (line,) = await lines(capfd, 1, [])
         assert 0 < line["waited_s"] <= line["ttft_s"]
 

@@ -39,6 +39,8 @@ def test_without_tenants_everybody_is_nobody_in_particular() -> None:
         {"x-api-key": ALICE.key},
         {"api-key": ALICE.key},
         {"authorization": "Basic dTpw", "x-api-key": ALICE.key},
+        {"sec-websocket-protocol": f"realtime, openai-insecure-api-key.{ALICE.key}, openai-beta.realtime-v1"},
+        {"sec-websocket-protocol": f"openai-insecure-api-key.{ALICE.key}"},
     ],
 )
 def test_a_key_is_found_where_sdks_put_it(current: Current, headers: dict[str, str]) -> None:
