@@ -70,10 +70,13 @@ _MODELS = {
 _ANSWERS: Mapping[str, str] = {"models.list": "Models", "models.get": "Model"}
 _ACCEPTED = frozenset(("admin.create_snapshot", "admin.scale_up", "admin.scale_down", "admin.drain"))
 _FIELDS = {"model": {"type": "string", "minLength": 1}, "stream": {"type": ["boolean", "null"]}}
-_HINTS = (
-    {"name": "x-rewake-model", "in": "header", "schema": {"type": "string"}, "description": "The model, if the body names none."},
-    {"name": "model", "in": "query", "schema": {"type": "string"}, "description": "The same, as a parameter."},
-)
+_HINT = {
+    "name": "x-rewake-model",
+    "in": "header",
+    "required": True,
+    "schema": {"type": "string", "minLength": 1},
+    "description": "The model. The parameter `model` may name it instead.",
+}
 
 
 async def answer(call: Call) -> Reply:
@@ -108,8 +111,8 @@ def _operation(route: Route) -> dict[str, object]:
         {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
         for name in re.findall(r"\{(\w+)\}", route.name)
     ]
-    if route.serves in ("replica", "socket") and route.model != "body":
-        parameters += _HINTS
+    if route.model == "hint":
+        parameters.append(_HINT)
     if route.serves == "admin.operation":
         wait = {"type": "number", "minimum": 0, "maximum": admin.MAX_WAIT_S}
         parameters.append({"name": "wait", "in": "query", "required": False, "schema": wait})
@@ -126,7 +129,9 @@ def _body(route: Route) -> dict[str, object] | None:
         return {"application/json": {"schema": admin.BODIES[route.serves].model_json_schema()}}
     if route.serves != "replica" or route.model == "hint":
         return None
-    schema = {"type": "object", "properties": _FIELDS, "required": ["model"] if route.model == "body" else []}
+    schema: dict[str, object] = {"type": "object", "properties": _FIELDS, "required": ["model"]}
+    if route.model == "either":
+        schema["description"] = "The header x-rewake-model or the parameter `model` may name the model instead."
     content: dict[str, object] = {"application/json": {"schema": schema}}
     if route.multipart:
         form = {"type": "object", "properties": {"model": _FIELDS["model"]}, "required": ["model"]}
