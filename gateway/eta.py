@@ -50,6 +50,8 @@ class Eta:
         self._clock = clock
         self._random = random
         self._samples: dict[str, dict[StageKey, deque[float]]] = {}
+        self._usual: dict[tuple[str, str, str], Mapping[str, float]] = {}
+        """What was made of the samples, until there are new ones; a burst of requests asks for the same."""
         self._latest: dict[str, tuple[str, str]] = {}
         self._since: dict[str, float] = {}
         self._service_s: dict[str, float] = {}
@@ -57,6 +59,7 @@ class Eta:
     def load(self, model: str, samples: Mapping[StageKey, Iterable[float]]) -> None:
         """Take in what the store remembers of a model, in place of what was learnt here."""
         self._samples[model] = {key: deque(seconds, STAGE_SAMPLES) for key, seconds in samples.items()}
+        self._usual.clear()
         if model not in self._latest and samples:
             restored = [key for key in samples if key.origin != COLD]
             key = (restored or list(samples))[-1]
@@ -72,6 +75,7 @@ class Eta:
         for stage in replica.stages:
             known.setdefault(StageKey(replica.host, origin, stage.name), deque(maxlen=STAGE_SAMPLES)).append(stage.seconds)
         self._latest[replica.model] = (replica.host, origin)
+        self._usual.clear()
 
     def served(self, model: str, seconds: float) -> None:
         """A request had its slot for so long."""
@@ -118,9 +122,15 @@ class Eta:
         return eta.start_s(usual_s, state=replica.state, done=done, elapsed_s=elapsed_s)
 
     def _usual_s(self, model: str, replica: Replica | None) -> Mapping[str, float]:
-        """Stage -> usual seconds, of the start closest to this one: same host and origin, same origin, same kind."""
+        """Stage -> usual seconds, of the start closest to this one."""
+        key = (model, *self._expected(model, replica))
+        if key not in self._usual:
+            self._usual[key] = self._closest(*key)
+        return self._usual[key]
+
+    def _closest(self, model: str, host: str, origin: str) -> Mapping[str, float]:
+        """Of the same host and origin; else of the same origin; else of the same kind."""
         known = self._samples.get(model, {})
-        host, origin = self._expected(model, replica)
         kinds: tuple[Callable[[StageKey], bool], ...] = (
             lambda key: key.host == host and key.origin == origin,
             lambda key: key.origin == origin,

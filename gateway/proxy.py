@@ -113,6 +113,9 @@ class Proxy:
             await down.cut(late.frame)
         except ClientGone:
             pass
+        except Exception:
+            trail.status, trail.code = GatewayError.status, GatewayError.code
+            raise
         finally:
             self.account(trail)
 
@@ -325,7 +328,8 @@ class Proxy:
         except Truncated as broken:
             error = relay.failure(broken)
             trail.status, trail.code = error.status, error.code
-            self._registry.outcome(replica, Outcome.FAILED, str(error))
+            if relay.blames_replica:
+                self._registry.outcome(replica, Outcome.FAILED, str(error))
             self._metrics.truncated_responses.labels(replica.model, error.code).inc()
             await down.cut(order.dialect.late(error, order.head.id) if events and relay.frames.between else b"")
         else:

@@ -89,6 +89,11 @@ class Relay:
         finally:
             watch.stop()
 
+    @property
+    def blames_replica(self) -> bool:
+        """That the body broke off says something of its replica: not if it was merely long."""
+        return self._watch is None or self._watch.expired != "total"
+
     def failure(self, error: Truncated) -> GatewayError:
         """What the client is told when :meth:`run` raised ``error``."""
         expired = self._watch.expired if self._watch is not None else None
