@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import select
+import sys
 import threading
 import time
 from collections import deque
@@ -25,6 +26,12 @@ _GATHER_S = 0.05
 """Lines that come within this time are written together."""
 _WHOLE = select.PIPE_BUF
 """Bytes that one write puts into a pipe in one piece, whoever else writes there."""
+
+
+def standard_output() -> int:
+    """The descriptor of standard output; of nothing at all when the process was started without one: its number may be a
+    connection's by now."""
+    return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC) if sys.__stdout__ is None else 1
 
 
 class Log:

@@ -43,7 +43,6 @@ from gateway.waitroom import Waitroom
 from policies.config import Config
 
 INFERENCE = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
-_STDOUT = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +168,7 @@ def _callers(current: Current, store: Store, reporter: Reporter, metrics: Metric
     limits = Limits(current, store=store, gateways=lambda: reporter.gateways, clock=loop.time)
     limits.on_limited = lambda tenant, limit: metrics.rate_limited.labels(metrics.tenant(tenant), limit).inc()
     metrics.know_tenants(current.config.tenants)
-    log = access.Log(current, _STDOUT, on_dropped=metrics.access_log_lost_lines.inc)
+    log = access.Log(current, access.standard_output(), on_dropped=metrics.access_log_lost_lines.inc)
     return Callers(Tenants(current), limits, Clients(current), log)
 
 

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import json
 import os
+import shlex
+import signal
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+import yaml
+from conftest import running_store
 
 from gateway import access
 from gateway.current import Current
@@ -201,3 +210,61 @@ def test_every_fact_of_a_trail_is_either_logged_or_left_out_on_purpose() -> None
     left_out = {"since", "asked", "committed", "client_retry"}
     (line,) = logged(trail())
     assert {renamed.get(fact, fact) for fact in facts - left_out} == line.keys() - {"time"}
+
+
+# ---------------------------------------------------------------- as a process
+
+
+async def serve_models(folder: Path, url: str, redirection: str, requests: int) -> None:
+    """``python -m gateway`` in a shell that redirects its output; asked a few times, then ended by SIGTERM."""
+    config = {"models": MODELS, "gateway": {"port": 0, "user": "daemon"}, "run_dir": str(folder / "run")}
+    (folder / "rewake.yaml").write_text(yaml.safe_dump(config))
+    (folder / "token").write_text("token")
+    argv = [sys.executable, "-m", "gateway", "--config", str(folder / "rewake.yaml"), "--store", url]
+    command = f"exec {shlex.join([*argv, '--admin-token-file', str(folder / 'token')])} {redirection}"
+    worker = await asyncio.create_subprocess_exec(
+        "sh", "-c", command, cwd=Path(__file__).parents[1], stderr=asyncio.subprocess.PIPE
+    )
+    assert worker.stderr is not None
+    try:
+        async with asyncio.timeout(20):
+            said = b""
+            while b" listening on " not in (line := await worker.stderr.readline()):
+                said += line
+                assert line, said.decode()
+            async with httpx.AsyncClient(base_url=line.decode().rpartition(" ")[2].strip()) as client:
+                for n in range(requests):
+                    answer = await client.get("/v1/models", headers={"x-request-id": f"r{n}"})
+                    assert answer.status_code == 200
+            worker.send_signal(signal.SIGTERM)
+            assert b"access log ended" not in await worker.stderr.read()
+            assert await worker.wait() == 0
+    finally:
+        if worker.returncode is None:
+            worker.kill()
+            await worker.wait()
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that another user may pass through."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+
+
+@pytest.fixture
+def open_store(open_folder: Path) -> Iterator[str]:
+    with running_store(open_folder) as url:
+        (open_folder / "store.sock").chmod(0o666)
+        yield url
+
+
+async def test_a_process_writes_every_line_before_it_ends(open_store: str, open_folder: Path) -> None:
+    await serve_models(open_folder, open_store, f"> {open_folder}/out", requests=20)
+    lines = [json.loads(line) for line in (open_folder / "out").read_text().splitlines()]
+    assert [line["request_id"] for line in lines] == [f"r{n}" for n in range(20)]
+
+
+async def test_without_standard_output_no_line_goes_into_a_connection(open_store: str, open_folder: Path) -> None:
+    await serve_models(open_folder, open_store, ">&-", requests=20)
