@@ -302,6 +302,44 @@ async def _field(store: redis.asyncio.Redis, field: str, *, below: float) -> boo
     return value is not None and float(value) < below
 
 
+@pytest.mark.parametrize("seed", range(3))
+async def test_a_store_that_comes_and_goes_strands_nobody(store: redis.asyncio.Redis, store_server: str, seed: int) -> None:
+    dice = random.Random(seed)
+    limit, loop = 300, asyncio.get_running_loop()
+    current = Current(config({"t": {"requests_per_minute": limit, "tokens_per_minute": 10**6}}))
+    async with contextlib.AsyncExitStack() as stack:
+        gateways = [await stack.enter_async_context(gateway(store_server, current, 2)) for _ in range(2)]
+        began, went, losses = loop.time(), 0, 0
+        async with asyncio.timeout(20):
+            for _ in range(50):
+                limits, counted = dice.choice(gateways)
+                before, counted.down = counted.down, dice.random() < 0.3
+                losses += counted.down and not before
+                ended = await asyncio.gather(*(pay(limits) for _ in range(dice.choice((1, 2, 10)))))
+                went += ended.count(None)
+                limits.charge_tokens("t", dice.randrange(50))
+                await asyncio.sleep(dice.choice((0, 0.001, 0.02)))
+        for _, counted in gateways:
+            counted.down = False
+        seconds = loop.time() - began
+    assert losses > 2
+    # Alone a gateway has half of what it knew to be left, each time that it is left alone.
+    assert 0 < went <= limit * 2 + seconds * limit / 60
+
+
+async def test_a_store_that_pauses_holds_up_nobody_for_long(store: redis.asyncio.Redis, store_server: str) -> None:
+    """A real one: it takes commands and answers them late."""
+    async with gateway(store_server, Current(config({"t": {"requests_per_minute": 100}}))) as (limits, _):
+        assert await pay(limits) is None
+        await store.execute_command("CLIENT", "PAUSE", "2000", "ALL")
+        began = asyncio.get_running_loop().time()
+        assert await passed(limits, 50) == 50
+        assert asyncio.get_running_loop().time() - began < 1.8
+        assert limits.charge_request("t")
+        await eventually(lambda: _field(store, "requests", below=60), within=8)
+        assert await passed(limits, 100) < 60
+
+
 class Hanging:
     """A store that takes calls and never answers."""
 
