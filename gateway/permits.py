@@ -111,6 +111,10 @@ class Permits:
         self._ledger = ledger
         self._loop = asyncio.get_running_loop()
         self._pools: dict[str, _Pool] = {}
+        self._slots: dict[str, _Pool] = {}
+        """Those of replicas, by incarnation: asked at every request."""
+        self._owing = False
+        """Some pool is needed elsewhere."""
         self._wake = asyncio.Event()
         self._number = 0
 
@@ -118,7 +122,7 @@ class Permits:
 
     def limit(self, replica: Replica) -> int:
         """Requests that this gateway may have on the replica at once."""
-        pool = self._pools.get(_replica(replica.incarnation))
+        pool = self._slots.get(replica.incarnation)
         return 0 if pool is None else pool.limit
 
     def tenant_limit(self, tenant: str) -> int | None:
@@ -144,6 +148,8 @@ class Permits:
 
     def released(self, incarnation: str, tenant: str) -> None:
         """A request has ended; whoever waits for a permit at another gateway may have its."""
+        if not self._owing:
+            return
         for name in (_replica(incarnation), _tenant(tenant)):
             pool = self._pools.get(name)
             if pool is not None and pool.needed:
@@ -179,6 +185,7 @@ class Permits:
         """Give everything back: this gateway has no request left."""
         names = list(self._pools)
         self._pools.clear()
+        self._slots.clear()
         with contextlib.suppress(StoreUnavailable):
             for chunk in _chunks(names):
                 await self._call([Wish(name, 0, 0, 0, 0) for name in chunk], leave=True)
@@ -190,6 +197,7 @@ class Permits:
             needs = self._needs()
             for name in [name for name in self._pools if name not in needs]:
                 del self._pools[name]
+                self._slots.pop(name.removeprefix(_REPLICA), None)
             due = [name for name, need in needs.items() if self._due(name, need)]
             if not due:
                 return
@@ -207,6 +215,7 @@ class Permits:
             pool = self._pools.get(wish.name)
             if grant is not None and pool is not None:
                 pool.held, pool.target, pool.needed, pool.granted_at = grant.held, grant.target, grant.needed, now
+        self._owing = any(pool.needed for pool in self._pools.values())
         return any(self._pools[name].limit > before.get(name, 0) for name in needs if name in self._pools)
 
     async def _call(self, wishes: Sequence[Wish], *, leave: bool = False) -> Sequence[Grant | None]:
@@ -216,6 +225,8 @@ class Permits:
     def _wish(self, name: str, need: _Need, now: float) -> Wish:
         """Binds this gateway to what it says it will keep."""
         pool = self._pools.setdefault(name, _Pool(need.total))
+        if name.startswith(_REPLICA):
+            self._slots[name.removeprefix(_REPLICA)] = pool
         known = pool.granted_at is not None
         held = pool.held
         # After so long others may have what was ours; only what is in use is claimed.
@@ -266,8 +277,11 @@ class _Need:
     want: int
 
 
+_REPLICA = "replica:"
+
+
 def _replica(incarnation: str) -> str:
-    return f"replica:{incarnation}"
+    return _REPLICA + incarnation
 
 
 def _tenant(name: str) -> str:

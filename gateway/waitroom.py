@@ -142,12 +142,15 @@ class Waitroom:
 
     def enter(self, claim: Claim, *, returned: bool = False) -> None:
         ticket = claim.ticket
-        self.pump(ticket.model)
         ticket.turns += 1
-        queue, throttled = self._queues.get(ticket.model), self._at_limit(ticket.tenant)
+        queue, candidates = self._queues.get(ticket.model), self._candidates(ticket.model)
+        if queue is not None and queue.ready and any(candidate.free for candidate in candidates):
+            # Who came earlier is served earlier.
+            self.pump(ticket.model)
+            queue, candidates = self._queues.get(ticket.model), self._candidates(ticket.model)
+        throttled = bool(ticket.tenant) and self._at_limit(ticket.tenant)
         if not throttled and (queue is None or not queue.ready):
             # Nobody is passed over: who waits could not use the slot.
-            candidates = self._candidates(ticket.model)
             chosen = self._choose(ticket, candidates)
             if chosen is not None:
                 self._ledger.begin(ticket.model, chosen.incarnation, ticket.tenant)
@@ -232,9 +235,12 @@ class Waitroom:
         claim.decided()
 
     def _give(self, claim: Claim, chosen: Candidate) -> None:
-        replicas = self._fleet.available(claim.ticket.model)
-        claim.replica = next(replica for replica in replicas if replica.incarnation == chosen.incarnation)
-        claim.trial = self._fleet.dispatch(claim.replica)
+        for replica in self._fleet.available(claim.ticket.model):
+            if replica.incarnation == chosen.incarnation:
+                claim.replica = replica
+                claim.trial = self._fleet.dispatch(replica)
+                return
+        raise AssertionError("a choice that is no candidate")
 
     def _refuse(self, claim: Claim, reject: Reject) -> None:
         self._remove(claim)
@@ -286,9 +292,9 @@ class Waitroom:
     # What decisions look at.
 
     def _choose(self, ticket: Ticket, candidates: Sequence[Candidate]) -> Candidate | None:
-        spec = self._current.config.models.get(ticket.model)
-        if spec is None:
+        if not candidates:
             return None
+        spec = self._current.config.models[ticket.model]
         return choose(spec.balance, candidates, affinity=ticket.affinity, draw=self._draw())
 
     def _candidates(self, model: str) -> list[Candidate]:

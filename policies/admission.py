@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Code = Literal[
     "model_loading",
@@ -24,8 +24,7 @@ Code = Literal[
 """Why a request was rejected: the ``code`` of the error that the client gets."""
 
 
-@dataclass(frozen=True, slots=True)
-class Room:
+class Room(NamedTuple):
     """How full a waiting room is, and its bounds."""
 
     requests: int
@@ -34,8 +33,7 @@ class Room:
     max_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class View:
+class View(NamedTuple):
     """Everything the decision needs."""
 
     replicas: int

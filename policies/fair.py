@@ -51,7 +51,7 @@ class FairQueue(Generic[T]):
     """The waiters of one model.
 
     Args:
-        share: tenant -> its share, asked at every grant, so that a change counts from the next one.
+        share: tenant -> its share; asked when the tenant begins to wait, and by :meth:`reshare`.
     """
 
     def __init__(self, share: Callable[[str], Share]) -> None:
@@ -83,14 +83,14 @@ class FairQueue(Generic[T]):
         flow = self._flows.get(tenant)
         if flow is None:
             self._made += 1
-            flow = self._flows[tenant] = _Flow(tenant, self._made)
+            flow = self._flows[tenant] = _Flow(tenant, self._made, self._share(tenant))
         place, idle = Place(item, flow), not len(flow)
         if idle:
             self._rank(flow)
             flow.due = max(flow.due, flow.rank.now)
         if returned:
             place.line = flow.returned
-            flow.due -= self._share(tenant).stride
+            flow.due -= flow.stride
         place.line.append(place)
         self._size += 1
         if idle or returned:
@@ -125,7 +125,7 @@ class FairQueue(Generic[T]):
         flow = place.flow
         place.line.remove(place)
         flow.rank.now = max(flow.rank.now, flow.due)
-        flow.due += self._share(flow.tenant).stride
+        flow.due += flow.stride
         self._left(flow)
         if len(flow):
             self._enlist(flow)
@@ -150,20 +150,22 @@ class FairQueue(Generic[T]):
         """How many grants until this item has its turn, 1 = next, if nobody comes or leaves and all are granted."""
         flow = place.flow
         before = place.line.rank(place) + (len(flow.returned) if place.line is flow.line else 0)
-        at = flow.due + before * self._share(flow.tenant).stride
+        at = flow.due + before * flow.stride
         for other in self._flows.values():
             if other is flow or other.blocked or not len(other):
                 continue
             if other.rank is flow.rank:
-                before += _due_before(other, self._share(other.tenant).stride, at + (other.number < flow.number))
+                before += _due_before(other, at + (other.number < flow.number))
             elif other.rank.priority > flow.rank.priority:
                 before += len(other)
         return before + 1
 
     def reshare(self) -> None:
-        """Priorities may have changed: sort all tenants in again."""
+        """Shares may have changed: sort all tenants in again."""
         for flow in self._flows.values():
-            if len(flow) and self._share(flow.tenant).priority != flow.rank.priority:
+            before = flow.priority
+            flow.priority, flow.stride = (share := self._share(flow.tenant)).priority, share.stride
+            if len(flow) and flow.priority != before:
                 self._rank(flow)
                 flow.due = flow.rank.now
                 self._enlist(flow)
@@ -182,12 +184,11 @@ class FairQueue(Generic[T]):
         return None
 
     def _rank(self, flow: _Flow[T]) -> None:
-        """Into the class of its priority, as it is now."""
-        priority = self._share(flow.tenant).priority
-        found = self._classes.get(priority)
+        """Into the class of its priority."""
+        found = self._classes.get(flow.priority)
         if found is None:
-            found = self._classes[priority] = _Class(priority)
-            insort(self._order, -priority)
+            found = self._classes[flow.priority] = _Class(flow.priority)
+            insort(self._order, -flow.priority)
         flow.rank = found
 
     def _enlist(self, flow: _Flow[T]) -> None:
@@ -244,12 +245,14 @@ class _Class(Generic[T]):
 class _Flow(Generic[T]):
     """One tenant's waiters."""
 
-    __slots__ = ("blocked", "due", "entry", "line", "number", "rank", "returned", "tenant")
+    __slots__ = ("blocked", "due", "entry", "line", "number", "priority", "rank", "returned", "stride", "tenant")
 
     rank: _Class[T]
 
-    def __init__(self, tenant: str, number: int) -> None:
+    def __init__(self, tenant: str, number: int, share: Share) -> None:
         self.tenant = tenant
+        self.priority = share.priority
+        self.stride = share.stride
         self.number = number
         """Settles ties."""
         self.returned: _Line[T] = _Line()
@@ -262,9 +265,9 @@ class _Flow(Generic[T]):
         return len(self.returned) + len(self.line)
 
 
-def _due_before(flow: _Flow[T], stride: int, at: int) -> int:
+def _due_before(flow: _Flow[T], at: int) -> int:
     """How many of the flow's items are due before ``at``."""
-    return min(len(flow), max(0, -((flow.due - at) // stride)))
+    return min(len(flow), max(0, -((flow.due - at) // flow.stride)))
 
 
 class _Line(Generic[T]):

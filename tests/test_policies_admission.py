@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, get_args
 
 import pytest
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 from policies.admission import Code, Reject, Room, View, Wait, decide
 
 ROOM = Room(requests=0, bytes=0, max_requests=10, max_bytes=100)
-FULL = dataclasses.replace(ROOM, requests=10)
+FULL = ROOM._replace(requests=10)
 BASE = View(
     replicas=0,
     rooms=(ROOM, ROOM),
@@ -27,7 +26,7 @@ BASE = View(
 
 
 def view(**changes: Any) -> View:
-    return dataclasses.replace(BASE, **changes)
+    return BASE._replace(**changes)
 
 
 def code(**changes: Any) -> str:
@@ -74,9 +73,9 @@ def code(**changes: Any) -> str:
         ({"rooms": (ROOM, FULL)}, "queue_full"),
         ({"size": 101}, "queue_bytes_full"),
         ({"size": 100}, "wait"),
-        ({"rooms": (ROOM, dataclasses.replace(ROOM, bytes=91))}, "queue_bytes_full"),
-        ({"rooms": (dataclasses.replace(ROOM, requests=9, bytes=90),)}, "wait"),
-        ({"rooms": (dataclasses.replace(FULL, bytes=100),)}, "queue_full"),
+        ({"rooms": (ROOM, ROOM._replace(bytes=91))}, "queue_bytes_full"),
+        ({"rooms": (ROOM._replace(requests=9, bytes=90),)}, "wait"),
+        ({"rooms": (FULL._replace(bytes=100),)}, "queue_full"),
     ],
 )
 def test_the_first_rule_that_matches_wins(changes: dict[str, Any], decision: str) -> None:
