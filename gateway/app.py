@@ -144,9 +144,7 @@ def compose(settings: Settings, metrics: Metrics, line: Line | None = None) -> G
         certificates=certificates,
         reloader=_reloader(settings, current, admin, certificates, line, metrics),
     )
-    registry.on_record += [metrics.record, lambda before, after: eta.learn(after)]
-    link.on_connect.append(lambda: _remember(gateway, eta))
-    _connect(gateway)
+    _connect(gateway, eta)
     return gateway
 
 
@@ -184,7 +182,7 @@ def _slots(current: Current, registry: Registry, reporter: Reporter, model: str)
     return 1 if spec is None else max(1, replicas * spec.concurrency // reporter.gateways)
 
 
-def _connect(gateway: Gateway) -> None:
+def _connect(gateway: Gateway, eta: Eta) -> None:
     """Who hears of what."""
     registry, reporter, scaler, waitroom = gateway.registry, gateway.reporter, gateway.scaler, gateway.waitroom
     permits, triggers = gateway.permits, gateway.metrics.scale_up_triggers
@@ -208,6 +206,8 @@ def _connect(gateway: Gateway) -> None:
 
     gateway.ledger.on_edge = edge
     registry.on_change.append(fleet_changed)
+    registry.on_record += [gateway.metrics.record, lambda before, after: eta.learn(after)]
+    gateway.link.on_connect.append(lambda: _remember(gateway, eta))
     gateway.link.on_permits = permits.hint
     gateway.link.on_debtor = gateway.callers.limits.indebted
     permits.on_more = waitroom.pump_all
