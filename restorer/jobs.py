@@ -254,16 +254,12 @@ class JobStore:
     async def hints(self) -> AsyncIterator[Hint | None]:
         """Hints as they come, and None about every second without one. Ends never; raises when the store is lost."""
         pubsub = self._listener.pubsub(ignore_subscribe_messages=True)
-        task = asyncio.current_task()
         try:
             with _translated():
                 await pubsub.subscribe(self.keys.events)
             while True:
                 with _translated():
                     message = await pubsub.get_message(timeout=1.0)
-                # The client's internal time-outs can swallow a cancellation; ask the task itself.
-                if task is not None and task.cancelling():
-                    raise asyncio.CancelledError
                 yield None if message is None else _decoded(Hint, message["data"])
         finally:
             with contextlib.suppress(RedisError, OSError):
@@ -283,7 +279,16 @@ def _translated() -> Iterator[None]:
     try:
         yield
     except (RedisError, OSError) as error:
+        _heed_cancellation()
         raise StoreUnavailable(f"the shared store did not answer: {error}") from error
+    _heed_cancellation()
+
+
+def _heed_cancellation() -> None:
+    """The client polls its sockets with time-outs that can swallow a cancellation: work whose lease was lost would go on."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
 
 
 def _decoded(kind: type[T], text: str) -> T | None:

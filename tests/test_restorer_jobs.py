@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
@@ -282,6 +283,24 @@ async def test_suspects_are_taken_by_the_restorer_that_runs_them(jobs: JobStore,
     assert await jobs.suspects(["here"]) == {}
     assert await store.hgetall("rewake:suspects") == {"there": "reset"}
     assert await other.suspects(["there"]) == {"there": "reset"}
+
+
+async def test_a_cancellation_that_the_client_swallows_is_heeded(jobs: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its time-outs can do so; a job whose lease was lost would go on."""
+    begun = asyncio.Event()
+
+    async def swallowing(key: str) -> dict[str, str]:
+        begun.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        return {}
+
+    monkeypatch.setattr(jobs._client, "hgetall", swallowing)
+    asking = asyncio.create_task(jobs.replicas())
+    await begun.wait()
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
 
 
 async def test_a_store_that_is_away_is_one_error_of_ours(store_server: str) -> None:
