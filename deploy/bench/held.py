@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import uvloop
@@ -40,8 +40,8 @@ class Upstream(asyncio.Protocol):
     """Answers each request at once with the same words."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport, self._buffer = transport, bytearray()
+        # uvloop's are no subclass of asyncio's.
+        self._transport, self._buffer = cast(asyncio.Transport, transport), bytearray()
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data
@@ -62,9 +62,8 @@ class Client(asyncio.Protocol):
         self.answered: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport, self._buffer = transport, b""
-        transport.write(self._request)
+        self.transport, self._buffer = cast(asyncio.Transport, transport), b""
+        self.transport.write(self._request)
 
     def again(self) -> asyncio.Future[int]:
         """Send the request once more on the same connection."""
