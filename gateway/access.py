@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 
 import msgspec
 
@@ -24,6 +25,7 @@ BOUND = 10_000
 """Lines that may wait to be written."""
 _GATHER_S = 0.05
 """Lines that come within this time are written together."""
+_ENCODER = msgspec.json.Encoder()
 _WHOLE = select.PIPE_BUF
 """Bytes that one write puts into a pipe in one piece, whoever else writes there."""
 
@@ -115,41 +117,79 @@ class Log:
         if lost:
             self._said += lost
             self._on_dropped(lost)
-            yield msgspec.json.encode({"time": _stamp(self._wall()), "event": "access log lines lost", "lines": lost}) + b"\n"
+            yield _ENCODER.encode({"time": _stamp(self._wall()), "event": "access log lines lost", "lines": lost}) + b"\n"
 
     def _put(self, piece: bytes) -> None:
         while piece:
             piece = piece[os.write(self._out, piece) :]
 
 
+class _Line(msgspec.Struct, gc=False):
+    """One line; its fields are written in this order."""
+
+    time: str
+    request_id: str
+    client: str
+    tenant: str
+    method: str
+    route: str
+    model: str | None
+    stream: bool
+    status: int
+    code: str
+    phase: str
+    start: str
+    replica: str
+    incarnation: str
+    retries: int
+    waited_s: float
+    ttft_s: float | None
+    duration_s: float
+    bytes_in: int
+    bytes_out: int
+    prompt_tokens: int | None
+    completion_tokens: int | None
+
+
 def _line(ended: float, trail: Trail) -> bytes:
-    fields: dict[str, object] = {
-        "time": _stamp(ended),
-        "request_id": trail.id,
-        "client": trail.client,
-        "tenant": trail.tenant,
-        "method": trail.method,
-        "route": trail.route,
-        "model": trail.model,
-        "stream": trail.stream,
-        "status": trail.status,
-        "code": trail.code,
-        "phase": trail.phase,
-        "start": trail.start,
-        "replica": trail.replica,
-        "incarnation": trail.incarnation,
-        "retries": trail.retries,
-        "waited_s": round(trail.waited_s, 4),
-        "ttft_s": None if trail.first_byte_s is None else round(trail.first_byte_s, 4),
-        "duration_s": round(trail.seconds, 4),
-        "bytes_in": trail.bytes_in,
-        "bytes_out": trail.bytes_out,
-        "prompt_tokens": trail.prompt_tokens,
-        "completion_tokens": trail.completion_tokens,
-    }
-    return msgspec.json.encode(fields) + b"\n"
+    # By position: by keyword it takes three times as long.
+    line = _Line(
+        _stamp(ended),
+        trail.id,
+        trail.client,
+        trail.tenant,
+        trail.method,
+        trail.route,
+        trail.model,
+        trail.stream,
+        trail.status,
+        trail.code,
+        trail.phase,
+        trail.start,
+        trail.replica,
+        trail.incarnation,
+        trail.retries,
+        _short(trail.waited_s),
+        None if trail.first_byte_s is None else _short(trail.first_byte_s),
+        _short(trail.seconds),
+        trail.bytes_in,
+        trail.bytes_out,
+        trail.prompt_tokens,
+        trail.completion_tokens,
+    )
+    return _ENCODER.encode(line) + b"\n"
+
+
+def _short(seconds: float) -> float:
+    """To a tenth of a millisecond."""
+    return int(seconds * 10_000 + 0.5) / 10_000
 
 
 def _stamp(seconds: float) -> str:
-    whole, part = divmod(seconds, 1)
-    return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(whole))}.{int(part * 1000):03d}Z"
+    whole = int(seconds)
+    return f"{_second(whole)}.{int((seconds - whole) * 1000):03d}Z"
+
+
+@lru_cache(maxsize=4)
+def _second(seconds: int) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
