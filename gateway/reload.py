@@ -104,7 +104,9 @@ class Reloader:
         return changes
 
     async def watch(self) -> None:
-        """Until cancelled: take up a certificate that was renewed, as soon as it and its key fit."""
+        """Until cancelled: hear the supervisor; or, alone, take up a renewed certificate as soon as it and its key fit."""
+        if self._line is not None:
+            await self._line.run()
         seen: tuple[object, ...] | None = None
         while True:
             tls = self._current.config.gateway.tls

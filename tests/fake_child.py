@@ -6,13 +6,25 @@ Usage: fake_child.py JOURNAL NAME [crash | deaf | slow SECONDS | unprivileged | 
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
 import sys
+import threading
 import time
 from pathlib import Path
 from types import FrameType
+
+
+def obey(fd: int) -> None:
+    """Take every configuration that a supervisor sends after the first."""
+    with open(fd, "rb", closefd=False) as lines:
+        next(lines, None)
+        for line in lines:
+            told = json.loads(line)
+            if told["kind"] == "told":
+                os.write(fd, json.dumps({"kind": "taken", "number": told["number"]}).encode() + b"\n")
 
 
 def main() -> None:
@@ -41,6 +53,8 @@ def main() -> None:
         os.setuid(65534)
     options = dict(zip(sys.argv, sys.argv[1:], strict=False))
     listeners = []
+    if "--control-fd" in options:
+        threading.Thread(target=obey, args=(int(options["--control-fd"]),), daemon=True).start()
     if how == "listen":
         listeners.append(socket.socket(fileno=int(options["--listen-fd"])))
         listeners[0].listen()

@@ -3,173 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import pwd
-import queue
 import signal
 import socket
-import subprocess
-import sys
-import tempfile
-import threading
-import time
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
 
 import httpx
 import pytest
 import redis
-import yaml
 from conftest import eventually, require_root, running_store
+from fake_installation import Place, a_place, free_port, running
 from processes import alive, owned, uid_of
 
-ROOT = Path(__file__).parents[1]
-FAKE = str(Path(__file__).with_name("fake_child.py"))
 NOBODY = pwd.getpwnam("nobody")
-
-_DRIVER = """
-import json, sys
-import rewake
-from restorer import up
-told = json.loads(sys.argv[1])
-real = up.command
-def command(package, config_file, url, *more):
-    if package not in told["fake"]:
-        return real(package, config_file, url, *more)
-    name = package + (more[-1] if package == "gateway" else "")
-    return (sys.executable, told["program"], told["journal"], name, *told["fake"][package])
-up.command = command
-up._STORE_S = told["store_s"]
-sys.exit(rewake.main(["up", "-c", told["config"]]))
-"""
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
-
-
-class Place:
-    """A configuration, a run folder, and a journal of the fake children."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.run_dir, self.state_dir, self.config = folder / "run", folder / "state", folder / "rewake.yaml"
-        self.port = free_port()
-        self.journal = folder / "journal"
-        self.journal.touch()
-        self.journal.chmod(0o666)
-        self.write()
-
-    def write(self, *, store: str | None = None, **gateway: Any) -> None:
-        document = {
-            "models": {"m": {"engine": {"kind": "http", "command": ["/bin/true"]}}},
-            "gateway": {"port": self.port, "drain_s": 30, **gateway},
-            "restorer": {"criu": "/no/such/criu"},
-            "store": {"url": store},
-            "run_dir": str(self.run_dir),
-            "state_dir": str(self.state_dir),
-        }
-        self.config.write_text(yaml.safe_dump(document))
-
-    @property
-    def socket(self) -> Path:
-        return self.run_dir / "store" / "store.sock"
-
-    def events(self, *, pids: bool = False) -> list[str]:
-        return [line if pids else line.rpartition(" ")[0] for line in self.journal.read_text().splitlines()]
-
-    def children(self) -> dict[str, int]:
-        """What up has written down about its children: name -> pid."""
-        try:
-            document = json.loads((self.run_dir / "up.lock").read_text())
-        except (OSError, ValueError):
-            return {}
-        return {name: pid for name, (pid, _) in document["children"].items()}
-
-
-class Running:
-    """One `rewake up`."""
-
-    def __init__(self, place: Place, fake: Mapping[str, tuple[str, ...]], *, store_s: float = 15.0) -> None:
-        told = {
-            "program": FAKE,
-            "journal": str(place.journal),
-            "fake": fake,
-            "config": str(place.config),
-            "store_s": store_s,
-        }
-        self.process = subprocess.Popen(
-            [sys.executable, "-W", "error", "-c", _DRIVER, json.dumps(told)],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        self.said: list[str] = []
-        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._reader = threading.Thread(target=self._read)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self._lines.put(line.rstrip("\n"))
-        self._lines.put(None)
-
-    def says(self, part: str, *, within: float = 20.0) -> str:
-        """The first line not read yet that contains ``part``."""
-        deadline = time.monotonic() + within
-        while True:
-            try:
-                line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                pytest.fail(f"not said within {within} s: {part!r}; said so far: {self.said}")
-            assert line is not None, f"ended without saying {part!r}: {self.said}"
-            self.said.append(line)
-            if part in line:
-                return line
-
-    def ends(self, within: float = 20.0) -> int:
-        """Its exit code."""
-        code = self.process.wait(within)
-        self._reader.join(within)
-        while (line := self._lines.get(timeout=within)) is not None:
-            self.said.append(line)
-        return code
 
 
 @pytest.fixture
 def place() -> Iterator[Place]:
-    """A folder that the gateway's account may pass through."""
-    with tempfile.TemporaryDirectory() as name:
-        Path(name).chmod(0o755)
-        yield Place(Path(name))
-
-
-@contextlib.contextmanager
-def running(
-    place: Place, *, restorer: tuple[str, ...] = (), gateway: tuple[str, ...] | None = (), **more: Any
-) -> Iterator[Running]:
-    """A `rewake up` with fake children; ``gateway=None`` for the real one. Nothing of it is left afterwards."""
-    fake = {"restorer": restorer} if gateway is None else {"restorer": restorer, "gateway": gateway}
-    up = Running(place, fake, **more)
-    try:
-        yield up
-    finally:
-        left = place.children()
-        if up.process.poll() is None:
-            up.process.kill()
-        up.process.wait()
-        up._reader.join(20)
-        assert up.process.stdout is not None
-        up.process.stdout.close()
-        for pid in left.values():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    with a_place() as found:
+        yield found
 
 
 async def test_begins_all_and_ends_gateways_then_restorer_then_store(place: Place) -> None:
@@ -311,6 +164,16 @@ async def test_a_store_that_does_not_answer_ends_it_with_the_reason(place: Place
     with running(place, store_s=0.3) as up:
         assert up.ends() == 1
     assert "does not answer within 0.3 s" in up.said[-1]
+    assert place.events() == []
+
+
+async def test_an_address_that_is_taken_ends_it_with_what_to_change(place: Place) -> None:
+    with socket.create_server(("127.0.0.1", place.port)), running(place) as up:
+        assert up.ends() == 1
+    assert up.said[-1] == (
+        f"rewake: cannot listen on 127.0.0.1:{place.port}: Address already in use; change gateway.host or gateway.port, "
+        "or stop what has it"
+    )
     assert place.events() == []
 
 
