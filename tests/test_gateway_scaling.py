@@ -93,6 +93,25 @@ async def test_a_gateway_that_died_counts_no_more(store, store_server):
         assert not await store.sismember("rewake:gateways", "dead")
 
 
+async def test_what_the_others_say_is_heard_however_busy_this_gateway_is(store, store_server):
+    """Edges of its own come without a pause."""
+    async with serving(store_server, id="busy") as served:
+        reporter = served.gateway.reporter
+
+        async def kick() -> None:
+            while True:
+                reporter.kick()
+                await asyncio.sleep(0.005)
+
+        kicking = asyncio.create_task(kick())
+        await asyncio.sleep(0.1)
+        other = '{"id":"other","seq":0,"models":{"m":{"held":3,"inflight":0,"rejected":0,"arrivals":3}},"replicas":{}}'
+        await store.set("rewake:gateway:other", other)
+        await store.sadd("rewake:gateways", "other")
+        await eventually(lambda: reporter.demand("m") == 3, within=2.5)
+        kicking.cancel()
+
+
 async def test_a_busy_replica_does_not_mean_a_busy_store(store, store_server):
     """Hundreds of edges a second share few reports."""
     async with replica_server() as fake, serving(store_server) as served:
