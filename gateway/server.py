@@ -23,6 +23,8 @@ _CUT_S = 0.25
 """What is left after the drain gets this long, twice, before it is cut."""
 _MAX_FIELD = 32 << 10
 _SWITCHING = 101
+HEAD_S = 30.0
+"""From the first byte of a request's head to its last."""
 _LINGER_S = 2.0
 """A client that still sends a body that was refused gets this long to read why."""
 
@@ -88,9 +90,42 @@ async def finish_head(request: web.Request, answer: web.StreamResponse) -> None:
 
 
 class _Protocol(web.RequestHandler):
-    """Answers what is not HTTP in the same shape as everything else."""
+    """Answers what is not HTTP in the same shape as everything else, and ends who sends a head too slowly."""
 
-    __slots__ = ()
+    __slots__ = ("_slow",)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._slow: asyncio.TimerHandle | None = None
+        super().connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        seen = self._request_count
+        super().data_received(data)
+        if self._request_count != seen:
+            self._in_time()
+        elif self._slow is None and self._between_requests():
+            self._slow = asyncio.get_running_loop().call_later(HEAD_S, self._too_slow)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._in_time()
+        super().connection_lost(exc)
+
+    def _between_requests(self) -> bool:
+        return self._current_request is None and not self._messages
+
+    def _in_time(self) -> None:
+        if self._slow is not None:
+            self._slow.cancel()
+            self._slow = None
+
+    def _too_slow(self) -> None:
+        if self._between_requests() and self.transport is not None:
+            answer = errors.render(errors.SlowRequest(f"The head of the request was not complete within {HEAD_S:g} s."))
+            head = {**answer.headers, "Content-Type": answer.content_type, "Content-Length": str(len(answer.body))}
+            lines = "".join(f"{name}: {value}\r\n" for name, value in head.items())
+            self.transport.write(f"HTTP/1.1 408 Request Timeout\r\n{lines}Connection: close\r\n\r\n".encode() + answer.body)
+            self.close()
+            self.transport.close()
 
     def handle_error(
         self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None

@@ -74,7 +74,7 @@ async def test_the_least_that_the_document_asks_for_is_enough(store, store_serve
         assert wrong == []
 
 
-async def test_requests_made_from_the_document_break_nothing(store, store_server):
+async def test_requests_made_from_the_document_break_nothing(store, store_server, tmp_path):
     """Schemathesis: thousands of requests, proper and improper; statuses, types and shapes are what the document says."""
     st = Path(needed("REWAKE_CLIENTS")) / "new/bin/st"
     async with replica_server() as fake, serving(store_server, configuration(model__on_cold="reject")) as served:
@@ -85,6 +85,7 @@ async def test_requests_made_from_the_document_break_nothing(store, store_server
             *(str(st), "run", f"{served.url}/openapi.json", "--phases", "coverage,fuzzing", "--max-examples", "5"),
             *("--header", f"Authorization: {ADMIN['Authorization']}", "--request-timeout", "10", "--generation-deterministic"),
             *("--no-color", *excluded),
+            cwd=tmp_path,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
         )

@@ -11,6 +11,7 @@ import pytest
 from conftest import eventually
 from fake_replica import CHAT, Exchange, Fleet, configuration, replica_server, serving
 
+from gateway import server
 from policies.config import parse
 
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: g\r\n"
@@ -109,6 +110,48 @@ async def test_gateway_case_50_what_two_servers_could_read_differently_is_400_an
         assert b"HTTP/1.1 " not in body
         assert fake.requests == []
         await eventually(lambda: served.counts() == (0, 0, 0))
+
+
+async def test_a_head_that_drips_is_408_also_behind_a_request(store, store_server, monkeypatch):
+    monkeypatch.setattr(server, "HEAD_S", 0.1)
+    async with warm(store, store_server) as (served, fake):
+        whole = HEAD + b"Content-Length: 13\r\n\r\n" + BODY
+        for before in (b"", whole):
+            reader, writer = await raw(served.port, before)
+            if before:
+                await asyncio.wait_for(reader.readuntil(b"}]}"), 5)
+            for piece in (HEAD[:9], HEAD[9:-5]):
+                writer.write(piece)
+                await writer.drain()
+            status, headers, body = parsed(await asyncio.wait_for(reader.read(), 5))
+            assert (status, json.loads(body)["error"]["code"], headers["connection"]) == (408, "request_timeout", "close")
+            writer.close()
+        # Between two requests a client may take its time.
+        reader, writer = await raw(served.port, whole)
+        await asyncio.wait_for(reader.readuntil(b"}]}"), 5)
+        await asyncio.sleep(0.2)
+        writer.write(whole)
+        await asyncio.wait_for(reader.readuntil(b"}]}"), 5)
+        writer.close()
+        assert len(fake.requests) == 3
+
+
+async def test_a_head_that_drips_is_408_also_behind_a_request(store, store_server, monkeypatch):
+    monkeypatch.setattr(server, "HEAD_S", 0.1)
+    async with warm(store, store_server) as (served, fake):
+        whole = HEAD + b"Content-Length: 13\r\n\r\n" + BODY
+        for before, answers in ((b"", 1), (whole, 2)):
+            answer = await exchange(served.port, before, HEAD[:-5])
+            status, headers, body = parsed(answer[answer.rindex(b"HTTP/1.1 ") :])
+            assert (status, json.loads(body)["error"]["code"], headers["connection"]) == (408, "request_timeout", "close")
+            assert answer.count(b"HTTP/1.1 ") == answers
+        reader, writer = await raw(served.port, whole)
+        await reader.readuntil(b"\r\n\r\n")
+        await asyncio.sleep(0.2)
+        writer.write(whole)
+        await asyncio.wait_for(reader.readuntil(b"HTTP/1.1 200"), 5)
+        writer.close()
+        assert len(fake.requests) == 3
 
 
 async def test_a_request_behind_a_refused_one_is_not_answered(store, store_server):
