@@ -136,24 +136,6 @@ async def test_a_head_that_drips_is_408_also_behind_a_request(store, store_serve
         assert len(fake.requests) == 3
 
 
-async def test_a_head_that_drips_is_408_also_behind_a_request(store, store_server, monkeypatch):
-    monkeypatch.setattr(server, "HEAD_S", 0.1)
-    async with warm(store, store_server) as (served, fake):
-        whole = HEAD + b"Content-Length: 13\r\n\r\n" + BODY
-        for before, answers in ((b"", 1), (whole, 2)):
-            answer = await exchange(served.port, before, HEAD[:-5])
-            status, headers, body = parsed(answer[answer.rindex(b"HTTP/1.1 ") :])
-            assert (status, json.loads(body)["error"]["code"], headers["connection"]) == (408, "request_timeout", "close")
-            assert answer.count(b"HTTP/1.1 ") == answers
-        reader, writer = await raw(served.port, whole)
-        await reader.readuntil(b"\r\n\r\n")
-        await asyncio.sleep(0.2)
-        writer.write(whole)
-        await asyncio.wait_for(reader.readuntil(b"HTTP/1.1 200"), 5)
-        writer.close()
-        assert len(fake.requests) == 3
-
-
 async def test_a_request_behind_a_refused_one_is_not_answered(store, store_server):
     """Nothing of a connection is believed once its bytes were not."""
     async with warm(store, store_server) as (served, fake):
