@@ -164,6 +164,15 @@ async def test_scale_down_stops_the_idlest_and_repeats_itself(operations, fleet,
     assert deeper.jobs == (f"{deeper.id}/0",)
 
 
+async def test_gateway_case_46_a_scale_down_leaves_what_is_on_its_way_to_those_who_wait(operations, fleet, store):
+    coming = (await operations.scale_up("m", 1, "demand")).operation
+    for state in (State.MATCHING, State.RESTORING, State.VERIFYING):
+        await fleet.admit(FakeReplica(), state=state)
+        assert (await operations.scale_down("m", 0, {})).operation.jobs == ()
+    assert await store.hgetall(fleet.keys.starts("m")) == {"0": coming.jobs[0]}
+    assert (await operations.get(coming.id)).state is OperationState.RUNNING
+
+
 async def test_scale_down_of_nothing_has_succeeded(operations):
     assert (await operations.scale_down("m", 0, {})).operation.state is OperationState.SUCCEEDED
 

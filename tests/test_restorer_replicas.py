@@ -15,7 +15,7 @@ from conftest import eventually
 from policies.config import Config, parse
 from policies.replica import Replica, State
 from policies.schedule import Moment
-from policies.wire import GatewayReport
+from policies.wire import GatewayReport, ModelLoad
 from restorer.errors import Cancelled
 from restorer.host import News
 from restorer.jobs import JobStore
@@ -189,6 +189,29 @@ async def test_what_a_schedule_keeps_is_not_parked_until_the_window_ends(store: 
 async def _parked(here: Place, model: str) -> bool:
     await here.replicas.park_idle()
     return await _is(here, model, State.STOPPED)
+
+
+async def test_gateway_case_19_the_idle_clock_does_not_run_while_a_start_is_under_way_or_a_request_in_flight(
+    store: Any, store_server: str
+) -> None:
+    async with place(store_server, configured(m={"idle_park_s": 0.05, "max_replicas": 2})) as here:
+        record = await here.admit("m")
+        load = ModelLoad(held=0, inflight=1, rejected=0, arrivals=1)
+        busy = GatewayReport(id="g", seq=1 << 30, models={"m": load}, replicas={record.incarnation: 1})
+        await store.set("rewake:gateway:g", busy.model_dump_json())
+        await store.sadd("rewake:gateways", "g")
+        running = here.replicas.admitted()[record.incarnation]
+        running.active_at -= 1000
+        assert not await _parked(here, "m")
+        # The request has ended, but a second replica is on its way.
+        idle = busy.model_copy(update={"models": {"m": load.model_copy(update={"inflight": 0})}, "replicas": {}})
+        await store.set("rewake:gateway:g", idle.model_dump_json())
+        await store.hset("rewake:starts:m", "1", "op/1")
+        running.active_at -= 1000
+        assert not await _parked(here, "m")
+        assert record.incarnation in here.replicas.admitted()
+        await store.delete("rewake:starts:m")
+        await eventually(lambda: _parked(here, "m"))
 
 
 async def test_a_model_that_a_reload_took_away_is_drained_and_stopped(store: Any, store_server: str) -> None:
