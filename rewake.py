@@ -27,8 +27,8 @@ from policies.config import Config, Model
 from policies.manifest import Manifest
 from policies.replica import TERMINAL
 from policies.wire import Operation, OperationState
+from restorer import commands, rundir
 from restorer import doctor as doctors
-from restorer import rundir
 from restorer.console import bytes_bar, print_json, print_table, size, stages, when
 from restorer.errors import RestorerError, SnapshotError
 from restorer.operator import DEFAULTS, FAILED, USAGE, Admin, Failed, load
@@ -119,9 +119,8 @@ def up(config: ConfigFile = None) -> None:
 def gateway(config: ConfigFile = None, worker: Worker = 0) -> None:
     """Run one gateway process against the store of the configuration."""
     path, parsed = load(config)
-    url = _store_url(path, parsed)
     token = rundir.admin_token(rundir.folder(Path(parsed.run_dir), 0o755, setting="run_dir"))
-    _become(command("gateway", path, url, "--admin-token-file", str(token), "--worker", str(worker)))
+    _become(command("gateway", path, _store_url(path, parsed), "--admin-token-file", str(token), "--worker", str(worker)))
 
 
 @app.command()
@@ -161,7 +160,8 @@ def doctor(config: ConfigFile = None, json_: AsJson = False) -> None:
     raise typer.Exit(FAILED if any(finding.ok == "fail" for finding in findings) else OK)
 
 
-app.command()(keys.key)
+for _each in (keys.key, commands.reload, commands.restart):
+    app.command()(_each)
 
 # ---------------------------------------------------------------- replicas
 

@@ -7,6 +7,7 @@ only.
 from __future__ import annotations
 
 import os
+import ssl
 import stat
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -86,6 +87,20 @@ def load(given: Path | None) -> tuple[Path, Config]:
         raise Failed(f"{path} has faults:\n{error}", USAGE) from None
 
 
+def _trust(config: Config) -> ssl.SSLContext | bool:
+    """Trust the gateway's own certificate and no other, whatever name it is for: it is on this machine, and we know its file."""
+    if config.gateway.tls is None:
+        return True
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    try:
+        context.load_verify_locations(config.gateway.tls.certificate)
+    except OSError as error:
+        raise Failed(f"{config.gateway.tls.certificate}: gateway.tls.certificate cannot be used: {error}") from None
+    return context
+
+
 class Admin:
     """A client of the gateway's admin API on this machine. A context manager; every method blocks.
 
@@ -100,7 +115,10 @@ class Admin:
         self._token_file = Path(config.run_dir) / TOKEN
         # Loopback is never behind a proxy, and the token must not travel through one.
         self._client = httpx.Client(
-            base_url=f"{self._base}/admin/v1", headers={"Authorization": f"Bearer {self._token()}"}, trust_env=False
+            base_url=f"{self._base}/admin/v1",
+            headers={"Authorization": f"Bearer {self._token()}"},
+            trust_env=False,
+            verify=_trust(config),
         )
 
     def __enter__(self) -> Admin:

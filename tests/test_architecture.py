@@ -264,6 +264,8 @@ def test_every_command_is_described() -> None:
     source = (ROOT / "rewake.py").read_text()
     commands = re.findall(r'@app\.command\([^)]*\)\ndef (\w+)|@snapshots\.command\("(\w+)"\)', source)
     assert len(commands) > 10
+    elsewhere = re.search(r"for _each in \(([^)]*)\):\n    app\.command", source)
+    commands += [(each.rpartition(".")[2], "") for each in elsewhere[1].split(", ")] if elsewhere else []
     for plain, grouped in commands:
         assert re.search(rf"rewake {plain}\b" if plain else rf"rewake snapshot {grouped}\b|`{grouped}`", README), plain or grouped
 

@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import ssl
+import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
@@ -19,12 +20,13 @@ import pytest
 import redis.asyncio
 from certificates import make
 from conftest import eventually
-from fake_installation import Place, Running, a_place, running
+from fake_installation import ROOT, Place, Running, a_place, running
 from fake_replica import CHAT, Exchange, Fleet, delta, replica_server
 from processes import alive
 from test_gateway_tls import seen
 
 STREAMS, HELD = 200, 50
+_UNKNOWN = "unknown setting; remove it or mend its spelling"
 
 
 @pytest.fixture
@@ -111,6 +113,14 @@ class System:
 
     async def call(self, verb: str) -> httpx.Response:
         return await self.http.post(f"/admin/v1/{verb}", timeout=60)
+
+    async def cli(self, *words: str) -> tuple[int, str]:
+        """Exit code and output of a command of the operator."""
+        argv = [sys.executable, str(ROOT / "rewake.py"), *words, "-c", str(self.place.config)]
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(*argv, cwd=ROOT, stdout=pipe, stderr=asyncio.subprocess.STDOUT)
+        said, _ = await asyncio.wait_for(process.communicate(), 60)
+        return process.returncode or 0, said.decode()
 
     async def held(self) -> int:
         """Over all gateways, as their reports have it."""
@@ -246,7 +256,7 @@ async def test_a_successor_that_cannot_serve_leaves_the_old_one_in_its_place(pla
         assert "ended with status 2; the old one goes on" in answer.json()["error"]["message"]
         assert it.workers == before
         token.write_text(kept)
-        assert (await it.call("restart")).status_code == 200
+        assert await it.cli("restart") == (0, "restarted gateway-0; what the old processes have open may finish\n")
         await eventually(lambda: not any(map(alive, before.values())), within=20)
 
 
@@ -288,6 +298,20 @@ async def test_reload_reaches_every_process_or_none(place: Place) -> None:
         assert (await it.call("restart")).status_code == 200
         await eventually(lambda: not any(map(alive, before.values())), within=20)
         assert (await Client("new", place.port).run()).status == 200
+        assert await it.cli("reload") == (2, f"rewake: {place.config} has faults:\ngateway.drian_s: {_UNKNOWN}\n")
+        place.config.write_text(good.replace("idle_park_s: 7", "concurrency: 3").replace(f"port: {place.port}", "port: 1"))
+        port_moved = place.config.read_text()
+        place.config.write_text(good.replace("idle_park_s: 7", "concurrency: 3"))
+        assert await it.cli("reload") == (
+            0,
+            "models.new.idle_park_s: in force\nmodels.new.concurrency: in force for replicas that start from now on\n",
+        )
+        place.config.write_text(port_moved)
+        answer = await it.call("reload")
+        assert answer.json() == {"applied": [], "next_start": [], "restart": ["gateway.port"]}
+        place.config.write_text(good)
+        assert (await it.cli("reload"))[0] == 0
+        assert await it.cli("reload") == (0, "no setting has changed\n")
         # SIGHUP does the same.
         place.config.write_text(good.replace("drain_s: 5", "drain_s: 6"))
         it.up.process.send_signal(signal.SIGHUP)
@@ -311,4 +335,7 @@ async def test_certificates_that_only_root_can_read_are_renewed_while_serving(pl
         # By itself: nobody asks for it.
         it.up.says("another certificate is in force", within=20)
         assert await seen(place.port) == other.der
+        # The command line trusts the gateway's own certificate, whatever it is for.
+        assert await it.cli("ps", "--json") == (0, "[]\n")
+        assert await it.cli("reload") == (0, "no setting has changed\n")
         await it.http.aclose()
