@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from gateway import access, downstream, openapi, server
+from gateway import access, downstream, logs, openapi, server
 from gateway.admin import Admin
 from gateway.client import Clients
 from gateway.current import Current
@@ -41,6 +41,7 @@ from gateway.tls import Certificates
 from gateway.upstream import Upstreams
 from gateway.waitroom import Waitroom
 from policies.config import Config
+from policies.replica import Replica
 
 INFERENCE = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 
@@ -204,7 +205,12 @@ def _connect(gateway: Gateway, eta: Eta) -> None:
         permits.draining = True
         reporter.kick()
 
+    def ejected(replica: Replica, pause_s: float, reason: str) -> None:
+        gateway.metrics.ejections.labels(replica.model).inc()
+        logs.warning("replica ejected", replica=replica.id, incarnation=replica.incarnation, pause_s=pause_s, reason=reason)
+
     gateway.ledger.on_edge = edge
+    registry.on_eject = ejected
     registry.on_change.append(fleet_changed)
     registry.on_record += [gateway.metrics.record, lambda before, after: eta.learn(after)]
     gateway.link.on_connect.append(lambda: _remember(gateway, eta))

@@ -147,10 +147,11 @@ class Metrics:
 
     def observe(self, loads: Mapping[str, ModelLoad], held_bytes: Mapping[str, int], inflight: Mapping[str, int]) -> None:
         """Set the gauges; ``inflight``: replica slot -> requests."""
-        for model, load in loads.items():
-            self.queue_depth.labels(model).set(load.held)
-            self.queue_bytes.labels(model).set(held_bytes[model])
-            self.model_demand.labels(model).set(load.demand)
+        for model in self._models | loads.keys():
+            load = loads.get(model)  # None: a reload took it away, and nothing is left of it
+            self.queue_depth.labels(model).set(load.held if load else 0)
+            self.queue_bytes.labels(model).set(held_bytes.get(model, 0))
+            self.model_demand.labels(model).set(load.demand if load else 0)
         for replica in self._slots | inflight.keys():
             self.inflight_requests.labels(replica.rpartition("#")[0], replica).set(inflight.get(replica, 0))
         self._slots |= inflight.keys()
@@ -189,6 +190,7 @@ class Metrics:
         self.client_retries = self._counter("client_retries", "Requests that are a client's repetition.", ["model"])
         self.client_disconnects = self._counter("client_disconnects", "Clients that left early.", ["phase"])
         self.upstream_retries = self._counter("upstream_retries", "Requests sent a second time.", ["reason"])
+        self.ejections = self._counter("ejections", "Replicas that failed and got nothing more for a while.", ["model"])
         self.truncated_responses = self._counter("truncated_responses", "Responses that broke off.", ["model", "reason"])
         self.queue_depth = self._gauge("queue_depth", "Requests held.", ["model"])
         self.queue_bytes = self._gauge("queue_bytes", "Bytes of held bodies.", ["model"])

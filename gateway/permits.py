@@ -32,6 +32,9 @@ TENURE_S = 0.25
 """What cannot be split stays with its holder this long before it goes to the next one."""
 _CALM_S = 0.005
 """Wishes within this time share one call."""
+_LOOK_SHARE = 10.0
+"""Where many tenants make a look at all pools long, there are this many times as long between two."""
+_ROUNDS = 4
 _CHUNK = 64
 """Pools in one call, so that the store is never busy with us for long."""
 
@@ -117,6 +120,7 @@ class Permits:
         """Some pool is needed elsewhere."""
         self._wake = asyncio.Event()
         self._number = 0
+        self._calm_s = _CALM_S
 
     # ------------------------------------------------------------------ what the waiting room asks
 
@@ -176,7 +180,7 @@ class Permits:
             except StoreUnavailable as error:
                 logs.warning("permits not renewed; going on with those held", reason=str(error))
                 await asyncio.sleep(PERIOD_S)
-            await asyncio.sleep(_CALM_S)
+            await asyncio.sleep(self._calm_s)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._pause_s()):
                     await self._wake.wait()
@@ -191,10 +195,12 @@ class Permits:
                 await self._call([Wish(name, 0, 0, 0, 0) for name in chunk], leave=True)
 
     async def _settle(self) -> None:
-        """Ask for all that is due, and again for as long as an answer makes something due."""
-        while True:
+        """Ask for all that is due, and again if an answer makes something due: a share to be given back, for example."""
+        for _ in range(_ROUNDS):
             self._wake.clear()
+            since = self._loop.time()
             needs = self._needs()
+            self._calm_s = max(_CALM_S, _LOOK_SHARE * (self._loop.time() - since))
             for name in [name for name in self._pools if name not in needs]:
                 del self._pools[name]
                 self._slots.pop(name.removeprefix(_REPLICA), None)
@@ -206,6 +212,7 @@ class Permits:
                 more = await self._ask({name: needs[name] for name in chunk}) or more
             if more:
                 self.on_more()
+        self._wake.set()
 
     async def _ask(self, needs: Mapping[str, _Need]) -> bool:
         """Settle these pools; True when one of them allows more than before."""

@@ -10,12 +10,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from policies.health import PAUSE_S, TRUSTED, Health, Outcome, judge
+from policies.health import TRUSTED, Health, Outcome, judge
 from policies.replica import COMING, RUNNING, Replica, State
 from policies.wire import Failure
 
-SUSPECT_S = PAUSE_S
-"""An unreachable replica gets no request for this long; then it is tried again, if its record still says ADMITTED."""
 AMNESIA_S = 30.0
 """How long a record that the store has lost stays in the view."""
 MAX_SUSPICIONS = 256
@@ -49,6 +47,8 @@ class Registry:
         """Called with the model after anything about it changed."""
         self.on_record: list[Callable[[Replica | None, Replica], None]] = []
         """Called with the record before and after each write that became known."""
+        self.on_eject: Callable[[Replica, float, str], None] = lambda replica, pause_s, reason: None
+        """Called when a replica gets no more requests for so many seconds, and why."""
 
     def know(self, models: Iterable[str]) -> None:
         """These are the models now; replicas of others get no traffic."""
@@ -152,11 +152,9 @@ class Registry:
             self._pass_on(incarnation, reason)
         self._remember(replica, judgement.health, now)
         if before.until != judgement.health.until:
+            if judgement.health.until is not None:
+                self.on_eject(replica, judgement.health.until - now, reason)
             self._changed(replica.model)
-
-    def suspect(self, replica: Replica, reason: str) -> None:
-        """It could not be reached."""
-        self.outcome(replica, Outcome.DEAD, reason)
 
     def dispatch(self, replica: Replica) -> bool:
         """A request is sent there. True: the replica is on trial, and gets no other until :meth:`end_trial`."""

@@ -22,8 +22,6 @@ from policies.fair import FairQueue, Share
 from policies.replica import Replica
 from policies.wire import Failure
 
-__all__ = ["Refused", "Ticket", "Waitroom"]
-
 _PROMISES = frozenset(("model_loading", "cold_start_timeout"))
 """Refusals after which the client comes back for the very replica that is on its way: they stay demand for a while."""
 

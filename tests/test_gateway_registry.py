@@ -13,8 +13,9 @@ from redis import asyncio as redis_asyncio
 
 from gateway import link as link_module
 from gateway.link import Link
-from gateway.registry import SUSPECT_S, Registry
+from gateway.registry import Registry
 from gateway.store import Store, WrongSchema
+from policies.health import PAUSE_S, Outcome
 from policies.replica import Replica, State
 from policies.wire import Failure, Hint
 
@@ -60,7 +61,7 @@ async def test_a_reread_does_not_undo_what_was_pushed_since():
 async def test_suspects_get_no_traffic_until_time_or_a_new_incarnation():
     registry = Registry(["m"])
     registry.apply(record(1))
-    registry.suspect(record(1), "refused")
+    registry.outcome(record(1), Outcome.DEAD, "refused")
     assert registry.available("m") == ()
     registry.apply(record(2, incarnation="j"))
     assert [replica.incarnation for replica in registry.available("m")] == ["j"]
@@ -76,10 +77,60 @@ async def test_a_suspicion_ends_by_itself():
     registry, changes = Registry(["m"]), []
     registry.apply(record(1))
     registry.on_change.append(changes.append)
-    registry.suspect(record(1), "refused")
-    await asyncio.sleep(SUSPECT_S + 0.1)
+    registry.outcome(record(1), Outcome.DEAD, "refused")
+    await asyncio.sleep(PAUSE_S + 0.1)
     assert registry.available("m")
     assert changes == ["m", "m"]
+
+
+@pytest.mark.looptime
+async def test_after_the_pause_one_request_at_a_time_tries_it():
+    registry, ejected = Registry(["m"]), []
+    registry.on_eject = lambda replica, pause_s, reason: ejected.append((replica.incarnation, pause_s, reason))
+    suspect = record(1)
+    registry.apply(suspect)
+    assert not registry.dispatch(suspect), "nothing is on trial"
+    registry.outcome(suspect, Outcome.DEAD, "refused")
+    await asyncio.sleep(PAUSE_S + 0.1)
+    assert registry.available("m")
+    assert registry.dispatch(suspect)
+    assert registry.available("m") == (), "it has its one request"
+    registry.outcome(suspect, Outcome.BUSY)
+    registry.end_trial(suspect)
+    assert registry.available("m"), "that said nothing; the next one may try"
+    assert registry.dispatch(suspect)
+    registry.outcome(suspect, Outcome.DEAD, "refused again")
+    registry.end_trial(suspect)
+    assert registry.available("m") == ()
+    await asyncio.sleep(2 * PAUSE_S + 0.1)
+    assert registry.dispatch(suspect)
+    registry.outcome(suspect, Outcome.OK)
+    assert registry.available("m"), "trusted again while that request goes on"
+    registry.end_trial(suspect)
+    assert not registry.dispatch(suspect)
+    assert ejected == [("i", pytest.approx(PAUSE_S), "refused"), ("i", pytest.approx(2 * PAUSE_S), "refused again")]
+
+
+async def test_what_is_said_of_a_former_incarnation_is_not_held_against_the_next():
+    registry = Registry(["m"])
+    former = record(1)
+    registry.apply(former)
+    registry.apply(record(2, incarnation="j"))
+    registry.outcome(former, Outcome.DEAD, "refused")
+    assert [replica.incarnation for replica in registry.available("m")] == ["j"]
+    assert registry.take_suspicions() == {}
+
+
+async def test_models_come_and_go_with_the_configuration():
+    registry, changes = Registry(["m"]), []
+    registry.apply(record(1))
+    registry.apply(record(2, model="n"))
+    registry.on_change.append(changes.append)
+    registry.know(["n"])
+    assert (registry.available("m"), [replica.id for replica in registry.available("n")]) == ((), ["n#0"])
+    registry.know(["m", "n"])
+    assert registry.available("m")
+    assert changes == ["n", "m"]
 
 
 @pytest.mark.looptime
