@@ -8,6 +8,8 @@ served next nor what is sent to the replica.
 from __future__ import annotations
 
 import asyncio
+import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -58,7 +60,9 @@ def mode_for(hold: Hold, *, user_agent: str, events: bool, version: tuple[int, i
     return mode if dialect.sign(mode, position=1, eta_s=None, model=model) else "off"
 
 
-async def until_granted(holding: Holding, claim: Claim, down: Downstream, eta: Eta) -> Replica:
+async def until_granted(
+    holding: Holding, claim: Claim, down: Downstream, eta: Eta, draw: Callable[[], float] = random.random
+) -> Replica:
     """Wait for a replica, showing the client that it is not forgotten.
 
     Raises:
@@ -78,7 +82,7 @@ async def until_granted(holding: Holding, claim: Claim, down: Downstream, eta: E
         await down.head(200, "OK", [*_EVENTS, ("x-request-id", holding.id)])
     while True:
         await down.write(_sign(holding, claim, eta))
-        replica = await claim.granted(holding.hold.keepalive_s)
+        replica = await claim.granted(holding.hold.pause_s(draw()))
         if replica is not None:
             return replica
 

@@ -18,6 +18,10 @@ KeepAlive = Literal["comment", "chunk", "off"]
 nothing at all: such a request stays silent until it is served."""
 
 
+SPREAD = 0.15
+"""The part of a pause by which it may be shorter."""
+
+
 class UserAgent(Section):
     """An exception for some clients."""
 
@@ -51,9 +55,13 @@ class Hold(Bounds):
     """How long nothing is sent. Below the 30 to 60 s after which load balancers cut silent connections."""
     keepalive: KeepAlive = "comment"
     keepalive_s: PositiveSeconds = 12.0
-    """Pause between two signs of life in the committed phase."""
+    """The longest pause between two signs of life in the committed phase."""
     user_agents: tuple[UserAgent, ...] = Field(default=())
     """The first whose pattern is found decides; none: :attr:`keepalive`."""
+
+    def pause_s(self, draw: float) -> float:
+        """Until the next sign of life; ``draw`` from 0 to 1 spreads the signs of those who came together."""
+        return self.keepalive_s * (1 - SPREAD * draw)
 
     def keepalive_for(self, user_agent: str) -> KeepAlive:
         """What this client is sent while it waits."""

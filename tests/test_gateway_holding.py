@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 
 import pytest
 
@@ -70,20 +71,25 @@ class Eta:
         return max(0.0, 40.0 - asyncio.get_running_loop().time())
 
 
+def exactly() -> float:
+    """No spread."""
+    return 0.0
+
+
 def holding(mode="comment", dialect=dialects.CHAT) -> Holding:
     return Holding("m", Hold(silent_s=20, keepalive_s=12), dialect, mode, "req_1", asyncio.get_running_loop().time() + 20)
 
 
 async def test_nothing_is_said_in_the_silent_phase():
     down = Down()
-    assert await hold.until_granted(holding(), Claim(19.0), down, Eta()) is REPLICA
+    assert await hold.until_granted(holding(), Claim(19.0), down, Eta(), exactly) is REPLICA
     assert not down.begun
 
 
 async def test_case_34_then_comments_tell_place_and_time_well_within_a_minute():
     down = Down()
     held = holding()
-    assert await hold.until_granted(held, Claim(50.0), down, Eta()) is REPLICA
+    assert await hold.until_granted(held, Claim(50.0), down, Eta(), exactly) is REPLICA
     assert asyncio.get_running_loop().time() == pytest.approx(50.0)
     ((at, status, headers),) = down.heads
     assert (at, status, headers["Content-Type"]) == (20.0, 200, "text/event-stream; charset=utf-8")
@@ -97,6 +103,16 @@ async def test_case_34_then_comments_tell_place_and_time_well_within_a_minute():
     assert held.committed
 
 
+async def test_those_who_came_together_are_not_told_together():
+    """Ten thousand signs in one turn of the loop would stall everybody else."""
+    downs = [Down() for _ in range(50)]
+    await asyncio.gather(*(hold.until_granted(holding(), Claim(70.0), down, Eta()) for down in downs))
+    third = [down.pieces[2][0] for down in downs]
+    assert len(set(third)) > 40
+    pauses = [b - a for down in downs for (a, _), (b, _) in itertools.pairwise(down.pieces)]
+    assert all(10 <= pause <= 12.01 for pause in pauses)
+
+
 async def test_defaults_keep_every_silence_below_the_30_s_of_load_balancers():
     assert Hold().silent_s < 30
     assert 10 <= Hold().keepalive_s <= 15
@@ -104,14 +120,14 @@ async def test_defaults_keep_every_silence_below_the_30_s_of_load_balancers():
 
 async def test_case_37_off_says_nothing_however_long():
     down = Down()
-    await hold.until_granted(holding("off"), Claim(500.0), down, Eta())
+    await hold.until_granted(holding("off"), Claim(500.0), down, Eta(), exactly)
     assert not down.begun
 
 
 async def test_case_38_chunks_are_sent_only_where_they_are_asked_for():
     assert Hold().keepalive == "comment"
     down = Down()
-    await hold.until_granted(holding("chunk"), Claim(25.0), down, Eta())
+    await hold.until_granted(holding("chunk"), Claim(25.0), down, Eta(), exactly)
     ((_, piece),) = down.pieces
     assert b'"content": ""' in piece
 
@@ -120,23 +136,23 @@ async def test_case_38_chunks_are_sent_only_where_they_are_asked_for():
 async def test_a_refusal_is_raised_in_both_phases(at):
     down = Down()
     with pytest.raises(Refused):
-        await hold.until_granted(holding(), Claim(at, Refused(Reject("cold_start_timeout"))), down, Eta())
+        await hold.until_granted(holding(), Claim(at, Refused(Reject("cold_start_timeout"))), down, Eta(), exactly)
     assert down.begun is (at > 20)
 
 
 async def test_a_client_that_went_is_noticed_by_the_next_sign():
     with pytest.raises(ClientGone):
-        await hold.until_granted(holding(), Claim(500.0), Down(gone_at=30), Eta())
+        await hold.until_granted(holding(), Claim(500.0), Down(gone_at=30), Eta(), exactly)
     assert asyncio.get_running_loop().time() == pytest.approx(32.0)
 
 
 async def test_a_second_wait_goes_on_where_the_first_was():
     """Its replica could not be reached: the silence is not begun anew, and no second head is sent."""
     down, held = Down(), holding()
-    await hold.until_granted(held, Claim(15.0), down, Eta())
-    await hold.until_granted(held, Claim(25.0), down, Eta())
+    await hold.until_granted(held, Claim(15.0), down, Eta(), exactly)
+    await hold.until_granted(held, Claim(25.0), down, Eta(), exactly)
     assert [at for at, *_ in down.heads] == [20.0]
-    await hold.until_granted(held, Claim(30.0), down, Eta())
+    await hold.until_granted(held, Claim(30.0), down, Eta(), exactly)
     assert [at for at, _ in down.pieces] == [20.0, 25.0]
     assert len(down.heads) == 1
 
