@@ -14,6 +14,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from pydantic import ValidationError
+
+from gateway import logs
 from gateway.errors import Busy
 from gateway.store import Store
 from policies.config import Config
@@ -174,7 +177,17 @@ class Operations:
         )
         if verdict == "crowded" and sharing is not None:
             raise _crowded(model, sharing.name, json.loads(text))
-        return Outcome(Operation.model_validate_json(text), verdict == "created") if text else None
+        operation = _decoded(text) if text else None
+        return None if operation is None else Outcome(operation, verdict == "created")
+
+
+def _decoded(text: str) -> Operation | None:
+    """An operation that this call joined may be another version's: it is none of ours then, and no reason to fail."""
+    try:
+        return Operation.model_validate_json(text)
+    except ValidationError as error:
+        logs.warning("unreadable operation", reason=str(error).splitlines()[0])
+        return None
 
 
 def _crowded(model: str, group: str, found: Mapping[str, Any]) -> Crowded:
