@@ -160,6 +160,15 @@ def _fault(status: int, body: bytes) -> dict[str, object]:
         document = None
     inner = document.get("error", document) if isinstance(document, dict) else document
     told = inner if isinstance(inner, dict) else {"message": inner} if isinstance(inner, str) else {}
-    text = told.get("message") or body[:_SHOWN].decode(errors="replace") or f"The replica answered {status} without a reason."
+    shown = body[:_SHOWN].decode(errors="replace") or f"The replica answered {status} without a reason."
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"message": text, "type": told.get("type") or kind, "param": told.get("param"), "code": told.get("code", status)}
+    return {
+        "message": _text(told.get("message"), shown),
+        "type": _text(told.get("type"), kind),
+        "param": told.get("param"),
+        "code": told.get("code", status),
+    }
+
+
+def _text(value: object, otherwise: str) -> str:
+    return value if isinstance(value, str) and value else otherwise

@@ -12,7 +12,7 @@ from fake_replica import CHAT, Exchange, Fleet, completion, replica_server, serv
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway import upstream
+from gateway import intake, upstream
 from gateway.relay import Frames
 
 DOCUMENT = b'{"choices":[{"message":{"content":"hello"}}]}'
@@ -150,3 +150,22 @@ async def test_gateway_case_27_an_upstream_that_closes_idle_connections_just_whe
         answered = [json.loads(request.body)["n"] for request in fake.requests]
         assert sorted(set(answered)) == list(range(30))
         assert served.counts() == (0, 0, 0)
+
+
+async def test_gateway_cases_13_and_29_no_other_clock_ends_a_slow_answer(store, store_server, monkeypatch):
+    """Every wait of the gateway's own is made short: the first byte and the rest may still take as long as the model allows."""
+    for module, name in ((upstream, "CONNECT_S"), (upstream, "KEEP_IDLE_S"), (intake, "PAUSE_S")):
+        monkeypatch.setattr(module, name, 0.1)
+
+    async def slow(exchange: Exchange) -> None:
+        await asyncio.sleep(0.6)
+        await exchange.send(b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\n")
+        for _ in range(4):
+            await asyncio.sleep(0.3)
+            await exchange.send(b"x")
+
+    async with replica_server(slow) as fake, serving(store_server) as served:
+        await Fleet(store).admit(fake)
+        await eventually(lambda: served.gateway.registry.available("m"))
+        response = await served.chat()
+        assert (response.status_code, response.content) == (200, b"xxxx")

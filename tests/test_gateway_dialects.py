@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gateway import dialects, errors
 from gateway.errors import GatewayError
@@ -102,6 +104,7 @@ def test_late_errors_of_anthropic_are_error_events():
         (b"\xff\xfe", "\N{REPLACEMENT CHARACTER}\N{REPLACEMENT CHARACTER}", 422),
         (b"[1]", "[1]", 422),
         (b"[" * 100_000, "[" * 2000, 422),
+        (b'{"error":{"message":{"a":1}}}', '{"error":{"message":{"a":1}}}', 422),
     ],
 )
 def test_a_replicas_own_error_becomes_the_last_frame(body, message, code):
@@ -109,6 +112,22 @@ def test_a_replicas_own_error_becomes_the_last_frame(body, message, code):
     assert (data["error"]["message"], data["error"]["code"]) == (message, code)
     name, data = events(dialects.ANTHROPIC.relayed(422, body, "req_1"))
     assert (name, data["error"]) == ("error", {"type": "invalid_request_error", "message": message})
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.sampled_from(["error", "message", "type", "code", "param"]), inner),
+    max_leaves=8,
+)
+
+
+@given(st.binary() | JSON.map(lambda document: json.dumps(document).encode()), st.integers(300, 599))
+def test_whatever_a_replica_answers_becomes_one_whole_frame(body, status):
+    for dialect in (dialects.CHAT, dialects.RESPONSES, dialects.ANTHROPIC):
+        _, data = events(dialect.relayed(status, body, "req_1"))
+        assert data["error"], "an SDK raises for what is true"
+        assert isinstance(data["error"]["message"], str)
+        assert isinstance(data["error"]["type"], str)
 
 
 def test_comments_tell_place_and_time_in_every_dialect():
