@@ -61,8 +61,9 @@ class Dispatch:
         self._passer = passer
 
     def attach(self, app: web.Application) -> None:
-        """Take all of the application's requests."""
+        """Take all of the application's requests, those included whose target is no path."""
         app.router.add_route("*", "/{tail:.*}", self.handle, expect_handler=_later)
+        app.middlewares.append(self._instead)
         app.on_response_prepare.append(self._grant)
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
@@ -108,6 +109,10 @@ class Dispatch:
         body = await self._intake.read_small(found, request.headers, source, source.proceed, MAX_BODY_BYTES)
         query = dict(parse_qsl(found.query, keep_blank_values=True))
         return Call(request.headers.get("Authorization"), found.params, query, body, tenant)
+
+    @web.middleware
+    async def _instead(self, request: web.Request, handler: object) -> web.StreamResponse:
+        return await self.handle(request)
 
     async def _grant(self, request: web.Request, response: web.StreamResponse) -> None:
         for name, value in cors.granted(self._current.config.gateway.cors, request.headers.get("Origin")):

@@ -11,7 +11,6 @@ import base64
 import binascii
 import re
 from collections import deque
-from collections.abc import Mapping
 from typing import Any
 
 from aiohttp.base_protocol import BaseProtocol
@@ -58,12 +57,6 @@ def asking(headers: Pairs) -> Pairs:
         else:
             kept.append((name, value))
     return kept + UPGRADE
-
-
-def hidden_key(headers: Mapping[str, str]) -> str:
-    """The API key that a browser sent as a protocol, for it can send no header; empty without one."""
-    offered = headers.get("sec-websocket-protocol", "").split(",")
-    return next((p.strip().partition(".")[2] for p in offered if p.strip().startswith("openai-insecure-api-key.")), "")
 
 
 class Wire:

@@ -13,6 +13,8 @@ import zlib
 import pytest
 from conftest import eventually
 from fake_replica import configuration
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from gateway import errors, intake, routes, spool
 from gateway.current import Current
@@ -252,6 +254,44 @@ async def test_where_a_model_may_be_named(method, target, header, data, model):
     with await door().read(found, headers, Feed(data)) as body:
         assert body.model == model
         assert body.named is (b"model" in data)
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    data=st.binary(max_size=40)
+    | st.sampled_from([BODY, b'{"model":"m","model":"n"}', b'{"model":7}', gzip.compress(BODY), gzip.compress(BODY)[:-1]])
+    | st.dictionaries(st.sampled_from(["model", "stream", "x"]), st.text() | st.booleans() | st.none()).map(
+        lambda document: json.dumps(document).encode()
+    ),
+    headers=st.dictionaries(
+        st.sampled_from(["content-encoding", "content-type", "expect", "x-rewake-model"]),
+        st.sampled_from(["gzip", "application/json", "multipart/form-data; boundary=b", "100-continue", "m", ""]),
+    ),
+    target=st.sampled_from(["/v1/chat/completions", "/tokenize", "/v1/audio/transcriptions", "/tokenize?model=m"]),
+    cut=st.integers(0, 40),
+    spooled=st.booleans(),
+)
+def test_a_body_is_understood_alike_at_once_in_pieces_and_on_disk(data, headers, target, cut, spooled):
+    """What serves the plain case and what serves every other must never come to different models."""
+    found, config = routes.find("POST", target), configuration(gateway__spool_bytes=0 if spooled else 1 << 20)
+
+    def outcome(body: intake.Body) -> tuple[object, ...]:
+        with body:
+            return body.model, body.named, body.stream, body.size
+
+    async def read() -> tuple[object, ...]:
+        pieces = [piece for piece in (data[:cut], data[cut:]) if piece]
+        return outcome(await intake.Intake(Current(config)).read(found, headers, Feed(*pieces)))
+
+    try:
+        at_once: tuple[object, ...] = outcome(intake.whole(found, headers, data, config))
+    except GatewayError as error:
+        at_once = error.status, error.code
+    try:
+        in_pieces = asyncio.run(read())
+    except GatewayError as error:
+        in_pieces = error.status, error.code
+    assert in_pieces == at_once
 
 
 async def test_unframed_bodies_are_400():

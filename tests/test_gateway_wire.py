@@ -375,6 +375,28 @@ async def test_gateway_cases_58_60_options_is_204_without_a_key_and_wakes_nothin
         assert "access-control-allow-origin" not in other.headers
         assert served.gateway.ledger.loads()["m"].arrivals == 0
         assert await Fleet(store).jobs() == []
+        whole = await exchange(served.port, b"OPTIONS * HTTP/1.1\r\nHost: g\r\nConnection: close\r\n\r\n")
+        assert parsed(whole)[0] == 204
+
+
+@pytest.mark.parametrize(
+    ("line", "status"),
+    [
+        (b"CONNECT a:443", 404),
+        (b"TRACE /v1/models", 405),
+        (b"GET http://other/v1/models", 200),
+        (b"GET /v1/models#part", 404),
+        (b"GET /v1/models/%ff", 404),
+        (b"GET /v1/models?a=\xff", 400),
+        (b"BREW /v1/models", 400),
+    ],
+)
+async def test_odd_request_lines(store, store_server, line, status):
+    async with serving(store_server) as served:
+        found, headers, body = parsed(await exchange(served.port, line + b" HTTP/1.1\r\nHost: g\r\nConnection: close\r\n\r\n"))
+        assert found == status
+        assert headers["x-request-id"]
+        assert status == 200 or json.loads(body)["error"]["code"] == headers["x-rewake-error"]
 
 
 async def test_gateway_case_59_head_looks_and_wakes_nothing(store, store_server):
