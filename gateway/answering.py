@@ -1,0 +1,171 @@
+"""One answer on a client's connection, as bytes: head, framing, an end or a cut. The fast path's :class:`Downstream`.
+
+Its synchronous half serves answers that pass without a task; the awaiting half is what :meth:`gateway.proxy.Proxy.go` asks
+of any client's side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from http import HTTPStatus
+from typing import TYPE_CHECKING
+
+from gateway import dialects
+from gateway.downstream import ClientGone
+from gateway.envelope import Pairs
+from gateway.errors import GatewayError
+from gateway.exchange import Head
+from gateway.routes import Found
+from gateway.websocket import Wire
+
+if TYPE_CHECKING:
+    from gateway.fastpath import FastProtocol
+
+
+def _reason(status: int) -> str:
+    try:
+        return HTTPStatus(status).phrase
+    except ValueError:
+        return ""
+
+
+_LINGER_S = 5.0
+"""How long a client may take to read what was sent before the cut."""
+_BODILESS = (204, 304)
+
+
+class Answering:
+    """Made when a request begins, dropped when it has ended."""
+
+    __slots__ = (
+        "_chunked",
+        "_client",
+        "_closing",
+        "_found",
+        "_head",
+        "_pending",
+        "_resumed",
+        "_size",
+        "begun",
+        "status",
+        "version",
+    )
+
+    def __init__(self, client: FastProtocol, head: Head, found: Found) -> None:
+        self._client = client
+        self._head = head
+        self._found = found
+        self._chunked = False
+        self._pending: list[bytes] = []
+        self._size = 0
+        self._resumed: asyncio.Future[None] | None = None
+        self.begun = False
+        self.status = 0
+        self.version = (1, 1)
+
+    # without a task
+
+    def begin(self, status: int, reason: str | None, headers: Pairs) -> None:
+        """The head; it leaves with the next :meth:`flush`."""
+        self.begun, self.status = True, status
+        lines = [f"HTTP/1.1 {status} {reason or ''}"]
+        lines += [f"{name}: {value}" for name, value in headers]
+        sized = any(name.lower() == "content-length" for name, _ in headers)
+        self._chunked = not sized and status not in _BODILESS
+        if self._chunked:
+            lines.append("Transfer-Encoding: chunked")
+        if self._client.draining:
+            lines.append("Connection: close")
+        lines.append("\r\n")
+        self._pending.append("\r\n".join(lines).encode("latin-1"))
+
+    def piece(self, data: bytes) -> None:
+        """A piece of the body; it leaves with the next :meth:`flush`."""
+        if self._chunked:
+            self._pending += (b"%x\r\n" % len(data), data, b"\r\n")
+        else:
+            self._pending.append(data)
+
+    def flush(self) -> None:
+        """Send what there is, in one write."""
+        pending = self._pending
+        if pending and self._client.transport is not None:
+            self._client.transport.write(pending[0] if len(pending) == 1 else b"".join(pending))
+        self._pending = []
+
+    def end(self) -> None:
+        """The body is complete."""
+        if self._chunked:
+            self._pending.append(b"0\r\n\r\n")
+        self.flush()
+
+    def refuse(self, error: GatewayError) -> None:
+        """Answer with an error; nothing was sent before."""
+        reply = dialects.of(self._found.path).render(error, self._head.id)
+        headers = [("Content-Type", reply.content_type), *reply.headers.items(), ("Content-Length", str(len(reply.body)))]
+        if not any(name.lower() == "x-request-id" for name, _ in headers):
+            headers.append(("x-request-id", self._head.id))
+        self.begin(reply.status, _reason(reply.status), headers)
+        self._pending.append(reply.body)
+        self.flush()
+
+    def cut_off(self, frame: bytes = b"") -> None:
+        """End the connection so that nobody takes the body for complete."""
+        transport = self._client.transport
+        if transport is None or transport.is_closing():
+            return
+        self.flush()
+        if frame and transport.get_write_buffer_size() == 0:
+            self.piece(frame)
+            self.flush()
+        transport.close()
+        asyncio.get_running_loop().call_later(_LINGER_S, transport.abort)
+
+    # for whoever awaits
+
+    async def proceed(self) -> None:
+        """A plain request's client waits for nothing."""
+
+    async def head(self, status: int, reason: str | None, headers: Pairs) -> None:
+        self.begin(status, reason, headers)
+        await self._sent()
+
+    async def write(self, data: bytes) -> None:
+        self.piece(data)
+        await self._sent()
+
+    async def finish(self) -> None:
+        self.end()
+
+    async def cut(self, frame: bytes = b"") -> None:
+        self.cut_off(frame)
+
+    def abort(self) -> None:
+        self._client.abort()
+
+    def wire(self) -> Wire:
+        raise NotImplementedError("a plain request asks for no other protocol")
+
+    async def _sent(self) -> None:
+        if self._client.transport is None:
+            raise ClientGone
+        self.flush()
+        if self._resumed is not None:
+            await self._resumed
+
+    # the connection's news
+
+    def pause(self) -> None:
+        """The client does not take what was sent."""
+        if self._resumed is None:
+            self._resumed = asyncio.get_running_loop().create_future()
+
+    def resume(self) -> None:
+        resumed, self._resumed = self._resumed, None
+        if resumed is not None and not resumed.done():
+            resumed.set_result(None)
+
+    def lost(self) -> None:
+        """The connection has ended."""
+        if self._resumed is not None and not self._resumed.done():
+            self._resumed.set_exception(ClientGone())

@@ -1,0 +1,275 @@
+"""One HTTP/1.1 connection to a replica, and the pool of them that one incarnation has: bytes and callbacks, no tasks.
+
+The fast path's way to a replica. It tells exactly what a failed attempt may have caused, as :mod:`gateway.upstream` does for
+all that awaits, and in the same words. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol, cast
+
+import httptools
+
+from gateway.envelope import Pairs
+from gateway.upstream import CONNECT_S, KEEP_IDLE_S, Broken, Silent, Truncated, Unreachable
+from policies.replica import Replica
+
+_MAX_HEAD = 64 << 10
+
+
+class Sink(Protocol):
+    """Whoever waits for an answer. Called while bytes arrive, so it may neither wait nor raise."""
+
+    def head(self, status: int, reason: str, headers: Pairs) -> None:
+        """The answer's head."""
+
+    def body(self, piece: bytes) -> None:
+        """A piece of its body, without its framing."""
+
+    def flush(self) -> None:
+        """No more has arrived for now."""
+
+    def complete(self) -> None:
+        """The body has ended properly; the connection is the pool's again."""
+
+    def failed(self, error: Silent | Broken | Truncated) -> None:
+        """The connection has ended instead."""
+
+
+class Connection(asyncio.Protocol):
+    """Serves one request at a time. Made by :class:`Connections`."""
+
+    __slots__ = (
+        "_done",
+        "_extra",
+        "_head_size",
+        "_headers",
+        "_informed",
+        "_keep",
+        "_parser",
+        "_pool",
+        "_reason",
+        "_received",
+        "_sink",
+        "_status",
+        "idle_since",
+        "reused",
+        "transport",
+    )
+
+    def __init__(self, pool: Connections) -> None:
+        self._pool = pool
+        self._parser = httptools.HttpResponseParser(self)
+        self._sink: Sink | None = None
+        self._headers: Pairs = []
+        self._reason = b""
+        self._status = 0
+        self._head_size = 0
+        self._received = self._informed = self._done = self._extra = False
+        self._keep = False
+        self.transport: asyncio.Transport | None = None
+        self.reused = False
+        """It has served before."""
+        self.idle_since = 0.0
+
+    def send(self, request: bytes, sink: Sink) -> None:
+        """Send a whole request; ``sink`` gets the answer."""
+        assert self.transport is not None
+        self._sink = sink
+        self._received = False
+        self.transport.write(request)
+
+    def abandon(self) -> None:
+        """The answer is not wanted any more: close at once and tell nobody."""
+        self._sink = None
+        self.close()
+
+    def close(self) -> None:
+        if self.transport is not None:
+            self.transport.abort()
+
+    def hold_back(self) -> None:
+        """Read no more for now."""
+        if self.transport is not None and not self.transport.is_closing():
+            self.transport.pause_reading()
+
+    def go_on(self) -> None:
+        if self.transport is not None and not self.transport.is_closing():
+            self.transport.resume_reading()
+
+    @property
+    def usable(self) -> bool:
+        return self.transport is not None and not self.transport.is_closing()
+
+    # asyncio's side
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's are not registered as such
+        self._pool.alive.add(self)
+
+    def data_received(self, data: bytes) -> None:
+        sink = self._sink
+        if sink is None:
+            # Nobody asked: whatever this is, it must not become the next answer's beginning.
+            self.close()
+            return
+        self._received = True
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self._fail("it switched to another protocol, unasked")
+        except httptools.HttpParserError as error:
+            self._fail(f"it is not valid HTTP: {error}")
+        else:
+            if self._done:
+                # Only now: whoever hears of it may send the next request, whose answer this read must not begin.
+                self._complete()
+            elif not self._informed:
+                self._head_size += len(data)
+                if self._head_size > _MAX_HEAD:
+                    self._fail(f"its head is longer than {_MAX_HEAD} bytes")
+            if self._sink is sink:
+                sink.flush()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._pool.lost(self)
+        self.transport = None
+        if self._sink is None:
+            return
+        if self._informed and exc is None and self._ends_with_connection():
+            self._complete()
+        else:
+            self._fail(str(exc or "it closed the connection"))
+
+    def eof_received(self) -> bool:
+        return False
+
+    # the parser's side
+
+    def on_message_begin(self) -> None:
+        self._extra = self._done
+
+    def on_status(self, reason: bytes) -> None:
+        self._reason = reason
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers.append((name.decode("latin-1"), value.decode("latin-1")))
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status < 200:
+            self._headers = []
+            return
+        self._status = status
+        self._informed = True
+        if self._sink is not None:
+            self._sink.head(status, self._reason.decode("latin-1"), self._headers)
+
+    def on_body(self, piece: bytes) -> None:
+        if self._sink is not None:
+            self._sink.body(piece)
+
+    def on_message_complete(self) -> None:
+        if self._status == 0:
+            return  # 100 Continue and its kind
+        # Only here does the parser know.
+        self._keep = self._parser.should_keep_alive()
+        self._done = True
+
+    def _complete(self) -> None:
+        sink, self._sink = self._sink, None
+        self._status = self._head_size = 0
+        self._informed = self._done = False
+        self._headers, self._reason = [], b""
+        self.reused = True
+        if self._extra or not self._keep:
+            self.close()
+        else:
+            self._pool.give_back(self)
+        self._keep = False
+        if sink is not None:
+            sink.complete()
+
+    def _ends_with_connection(self) -> bool:
+        names = {name.lower() for name, _ in self._headers}
+        return not names & {"content-length", "transfer-encoding"}
+
+    def _fail(self, reason: str) -> None:
+        sink, self._sink = self._sink, None
+        self.close()
+        if sink is None:
+            return
+        if self._informed:
+            sink.failed(Truncated(reason))
+        elif self.reused and not self._received and not self._pool.ended:
+            sink.failed(Silent(reason))
+        else:
+            sink.failed(Broken(reason))
+
+
+class Connections:
+    """The connections to one incarnation."""
+
+    def __init__(self, replica: Replica) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._replica = replica
+        self._idle: list[Connection] = []
+        self.alive: set[Connection] = set()
+        self.ended = False
+        host = f"[{replica.address}]" if ":" in replica.address else replica.address
+        self.host = f"{host}:{replica.port}"
+
+    def idle(self) -> Connection | None:
+        """A connection that has served before and may be used again, or None."""
+        oldest = self._loop.time() - KEEP_IDLE_S
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.usable and connection.idle_since >= oldest:
+                return connection
+            connection.close()
+        return None
+
+    async def connect(self) -> Connection:
+        """A fresh connection.
+
+        Raises:
+            Unreachable: there is none to be had.
+        """
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                _, connection = await self._loop.create_connection(
+                    lambda: Connection(self), self._replica.address, self._replica.port
+                )
+        except OSError as error:
+            raise Unreachable(str(error) or type(error).__name__) from error
+        if self.ended:
+            connection.close()
+            raise Unreachable("the replica was stopped")
+        return connection
+
+    def give_back(self, connection: Connection) -> None:
+        """It has served; keep it for the next request."""
+        if self.ended:
+            connection.close()
+            return
+        connection.idle_since = self._loop.time()
+        self._idle.append(connection)
+
+    def lost(self, connection: Connection) -> None:
+        self.alive.discard(connection)
+
+    def tidy(self) -> None:
+        """Close what has been idle for too long."""
+        oldest = self._loop.time() - KEEP_IDLE_S
+        kept = [connection for connection in self._idle if connection.idle_since >= oldest and connection.usable]
+        for connection in self._idle:
+            if connection not in kept:
+                connection.close()
+        self._idle = kept
+
+    def close(self) -> None:
+        """Cut everything off: the incarnation has ended."""
+        self.ended = True
+        for connection in list(self.alive):
+            connection.close()

@@ -1,0 +1,231 @@
+"""What is decided about a request, step by step: who asks, what for, may it, how it is sent, what came of it.
+
+All synchronous, and in no HTTP library's terms, so that every way of serving decides by the same: :mod:`gateway.proxy` awaits
+between these steps, :mod:`gateway.fastpath` takes them without a task. The numbers are their order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from gateway import access, affinity, dialects, edits, envelope, errors, intake, logs, usage, websocket
+from gateway.claim import Refused, Ticket
+from gateway.client import Clients
+from gateway.current import Current
+from gateway.dialects import Dialect
+from gateway.envelope import Pairs
+from gateway.errors import GatewayError
+from gateway.eta import Eta
+from gateway.exchange import Head
+from gateway.hold import Holding
+from gateway.intake import Body
+from gateway.ledger import Ledger
+from gateway.limits import Limits
+from gateway.metrics import Metrics
+from gateway.models import named
+from gateway.registry import Registry
+from gateway.routes import Found
+from gateway.tenants import Tenants
+from gateway.trail import Trail
+from gateway.upstream import Outgoing, Unreachable
+from policies.config import Model
+from policies.health import Outcome, outcome_of
+from policies.replica import Replica
+
+_OUTCOMES = {"restore_failed": "failed", "shutting_down": "shutdown", "queue_full": "full", "queue_bytes_full": "full"}
+
+
+@dataclass(slots=True, eq=False)
+class Order:
+    """A request about which all is decided but when it goes, and where to."""
+
+    head: Head
+    found: Found
+    body: Body
+    model: str
+    spec: Model
+    """As it was when the request came: a reload does not change what it was promised."""
+    dialect: Dialect
+    ticket: Ticket
+    trail: Trail
+    holding: Holding | None = None
+
+
+class Decisions:
+    """The steps, over the parts of one gateway process."""
+
+    def __init__(
+        self,
+        current: Current,
+        *,
+        tenants: Tenants,
+        limits: Limits,
+        clients: Clients,
+        log: access.Log,
+        ledger: Ledger,
+        registry: Registry,
+        eta: Eta,
+        metrics: Metrics,
+    ) -> None:
+        self._current = current
+        self._tenants = tenants
+        self._limits = limits
+        self._clients = clients
+        self._log = log
+        self._ledger = ledger
+        self._registry = registry
+        self._eta = eta
+        self._metrics = metrics
+
+    def begin(self, head: Head, found: Found) -> Trail:
+        """1. The facts of a request whose head has arrived."""
+        repeated = head.headers.get("x-stainless-retry-count", "0") != "0"
+        trail = Trail(head.id, found.route.name, head.received, method=head.method, client_retry=repeated)
+        trail.client = head.peer or ""
+        return trail
+
+    def identify(self, head: Head, trail: Trail) -> str:
+        """2. Whose request it is, before a byte of its body is read. Raises Unauthorized."""
+        trail.client = self._clients.origin(head.peer, head.scheme, head.headers).address
+        trail.tenant = tenant = self._tenants.authenticate(head.headers)
+        return tenant
+
+    def permit(self, tenant: str, body: Body, trail: Trail) -> Model:
+        """3. Which model it asks for, and whether it may. Raises ModelNotFound, PermissionDenied."""
+        config = self._current.config
+        trail.bytes_in, trail.stream, trail.asked = body.size, body.stream, body.model
+        trail.model = model = named(config, body.model)
+        self._tenants.may_use(tenant, model)
+        return config.models[model]
+
+    def order(self, head: Head, found: Found, tenant: str, body: Body, trail: Trail) -> Order:
+        """4. For how long it may wait, and for what. The body has been edited.
+
+        Raises:
+            GatewayError: it may not go on.
+        """
+        config = self._current.config
+        model = named(config, body.model)
+        spec = config.models[model]
+        patience_s = envelope.patience_s(head.headers, spec.hold.max_wait_s)
+        if not found.route.wakes and not self._registry.available(model):
+            raise errors.NotRunning(f"Model {model!r} is not running, and {found.route.name} does not start it.")
+        together = affinity.key(spec.balance, tenant=tenant, headers=head.headers, body=body.data)
+        ticket = Ticket(model, body.size, head.received + patience_s, tenant, together)
+        return Order(head, found, body, model, spec, dialects.of(found.path), ticket, trail)
+
+    def prepare(self, head: Head, found: Found, data: bytes, trail: Trail) -> Order:
+        """1 to 4 for a request that is there already, whole and small. Raises GatewayError."""
+        tenant = self.identify(head, trail)
+        body = intake.whole(found, head.headers, data, self._current.config)
+        spec = self.permit(tenant, body, trail)
+        return self.order(head, found, tenant, edits.apply_now(body, spec), trail)
+
+    def charge(self, order: Order) -> bool:
+        """5. Its tenant's budget has a request left, and 6. it counts as demand. False: that is not known yet.
+
+        Raises:
+            RateLimited: there is none left.
+        """
+        charged = self._limits.charge_request(order.ticket.tenant)
+        if charged:
+            self._ledger.arrive(order.model)
+        return charged
+
+    # 7. Waitroom.claim: a slot, a place, or a refusal.
+
+    def refusal(self, refused: Refused, order: Order) -> GatewayError:
+        """What the waiting room's refusal is to the client."""
+        code, model = refused.reject.code, order.model
+        self._metrics.queue_wait.labels(model, _OUTCOMES.get(code, "timeout")).observe(order.ticket.waited_s)
+        position = 1 + (self._ledger.held(model) if code in ("queue_full", "queue_bytes_full") else 0)
+        promise_s = self._eta.retry_after_s(model, position)
+        return errors.refusal(code, model=model, detail=refused.reject.detail, retry_after_s=promise_s)
+
+    def outgoing(self, order: Order, replica: Replica) -> Outgoing:
+        """8. The request as this replica shall get it."""
+        head, trail, ticket = order.head, order.trail, order.ticket
+        trail.phase, trail.start = "dispatched", replica.start or "cold"
+        trail.replica, trail.incarnation = replica.id, replica.incarnation
+        if ticket.waited_s and ticket.turns == 1:
+            self._metrics.queue_wait.labels(order.model, "admitted").observe(ticket.waited_s)
+        origin = self._clients.origin(head.peer, head.scheme, head.headers)
+        pairs = envelope.forwarded(head.headers.items(), id=head.id, origin=origin.pairs())
+        if trail.committed:
+            # The client has a head without Content-Encoding already.
+            pairs = [(name, value) for name, value in pairs if name.lower() != "accept-encoding"]
+        query = edits.requeried(order.found.query, order.spec)
+        path = f"{order.found.path}?{query}" if query else order.found.path
+        if order.found.route.serves == "socket":
+            return Outgoing(path, websocket.asking(pairs), order.body, head.method, upgrade=True)
+        return Outgoing(path, order.body.headers(pairs), order.body, head.method)
+
+    def answered(
+        self, order: Order, replica: Replica, status: int, headers: Iterable[tuple[str, str]], now: float
+    ) -> tuple[Pairs, bool]:
+        """9. The head for the client, and whether the body is an event stream."""
+        trail = order.trail
+        trail.phase, trail.first_byte_s = "streaming", now - trail.since
+        self._registry.outcome(replica, outcome_of(status), f"it answered {status}")
+        self._metrics.time_to_first_byte.labels(replica.model, trail.start).observe(trail.first_byte_s)
+        return envelope.returned(headers, id=trail.id, start=trail.start, incarnation=replica.incarnation)
+
+    # What may go wrong between 8 and 10; each says what the client is told.
+
+    def unreachable(self, replica: Replica, error: Unreachable) -> None:
+        """Nothing was sent: the request goes back to the head of its queue."""
+        self._registry.outcome(replica, Outcome.DEAD, str(error))
+        self._metrics.upstream_retries.labels("unreachable").inc()
+        logs.warning("replica unreachable", replica=replica.id, incarnation=replica.incarnation, reason=str(error))
+
+    def replayed(self, order: Order) -> None:
+        """A reused connection ended without a byte: the request is sent once more, on a fresh one."""
+        order.trail.retries += 1
+        self._metrics.upstream_retries.labels("stale_connection").inc()
+
+    def silent(self, order: Order, replica: Replica) -> GatewayError:
+        """No head came in time."""
+        error = errors.UpstreamTimeout(f"The replica sent nothing within {order.spec.first_byte_timeout_s:g} s.")
+        self._registry.outcome(replica, Outcome.DEAD, str(error))
+        return error
+
+    def broken(self, replica: Replica, reason: str) -> GatewayError:
+        """The connection ended before a head came."""
+        error = errors.UpstreamError(f"The replica's connection failed: {reason}.")
+        self._registry.outcome(replica, Outcome.FAILED, str(error))
+        return error
+
+    def cut_short(self, order: Order, replica: Replica, error: GatewayError, *, blame: bool) -> None:
+        """The body has no end."""
+        order.trail.status, order.trail.code = error.status, error.code
+        if blame:
+            self._registry.outcome(replica, Outcome.FAILED, str(error))
+        self._metrics.truncated_responses.labels(replica.model, error.code).inc()
+
+    def spent(self, order: Order, used: usage.Usage | None) -> None:
+        """10. What the answer took, as far as it came."""
+        if used is None:
+            return
+        if used.counted == "engine":
+            order.trail.prompt_tokens, order.trail.completion_tokens = used.prompt, used.completion
+        self._limits.charge_tokens(order.ticket.tenant, used.total)
+
+    def served(self, order: Order, seconds: float) -> None:
+        """For how long it had its slot."""
+        self._eta.served(order.model, seconds)
+
+    def account(self, trail: Trail) -> None:
+        """11. It has ended, somehow."""
+        metrics, model = self._metrics, self._metrics.model(trail.model)
+        trail.seconds = asyncio.get_running_loop().time() - trail.since
+        metrics.requests.labels(model, trail.route, str(trail.status), trail.start).inc()
+        metrics.account(trail)
+        if trail.status == 499:
+            metrics.client_disconnects.labels(trail.phase).inc()
+        elif trail.code:
+            metrics.errors.labels(model, trail.code).inc()
+        if trail.client_retry:
+            metrics.client_retries.labels(model).inc()
+        self._log.write(trail)

@@ -1,0 +1,303 @@
+"""The plain case, fast: ``POST`` of a whole JSON body over HTTP/1.1, relayed by a pair of protocols without a task.
+
+Every decision is :mod:`gateway.decisions`'; here are the client's bytes. What is not plain (:mod:`gateway.plain` says what is)
+is handed to aiohttp's server on the same connection, with every byte of it unread. What is plain but cannot go at once, since
+it must wait or its replica must be reached anew, goes on in :meth:`gateway.proxy.Proxy.go`, the coroutine that the other path
+uses, over the same client's connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import cast
+
+from gateway import envelope, logs
+from gateway.answering import Answering
+from gateway.claim import Claim, Refused
+from gateway.connection import Connections
+from gateway.decisions import Decisions, Order
+from gateway.errors import GatewayError
+from gateway.exchange import Head
+from gateway.life import Life
+from gateway.passing import Passing
+from gateway.plain import MAX_HEAD, Plain, plain
+from gateway.proxy import Proxy
+from gateway.trail import Trail
+from gateway.waitroom import Waitroom
+from policies.replica import Replica
+
+_PATIENCE_S = 1.0
+"""A request that has not arrived whole by then is handed over, with the deadlines that the other path has."""
+_AHEAD = 256 << 10
+"""Bytes that a client may send ahead of its turn."""
+_TICK_S = 1.0
+
+
+class FastPath:
+    """What all fast connections of one process share. Needs a running event loop."""
+
+    def __init__(self, decisions: Decisions, proxy: Proxy, *, waitroom: Waitroom, life: Life, scheme: str) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.decide = decisions
+        self.proxy = proxy
+        self.waitroom = waitroom
+        self.life = life
+        self.scheme = scheme
+        self.clients: set[FastProtocol] = set()
+        self.partial: dict[FastProtocol, float] = {}
+        """Connections with a part of a request -> loop time at which it began."""
+        self.passing: set[Passing] = set()
+        self._pools: dict[str, Connections] = {}
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.empty = asyncio.Event()
+        self.empty.set()
+
+    def __call__(self, behind: Callable[[], asyncio.Protocol]) -> FastProtocol:
+        """A protocol for a client's connection; ``behind`` makes the one that takes it over."""
+        return FastProtocol(self, behind)
+
+    def joined(self, client: FastProtocol) -> None:
+        self.clients.add(client)
+        self.empty.clear()
+
+    def left(self, client: FastProtocol) -> None:
+        """Its connection has ended, or is another protocol's."""
+        self.clients.discard(client)
+        self.partial.pop(client, None)
+        if not self.clients:
+            self.empty.set()
+
+    def pool(self, replica: Replica) -> Connections:
+        if replica.incarnation not in self._pools:
+            self._pools[replica.incarnation] = Connections(replica)
+        return self._pools[replica.incarnation]
+
+    def retain(self, incarnations: frozenset[str]) -> None:
+        """End the connections of all other incarnations: their engines are gone."""
+        for incarnation in self._pools.keys() - incarnations:
+            self._pools.pop(incarnation).close()
+
+    async def run(self) -> None:
+        """Look at every deadline once a second, until cancelled."""
+        while True:
+            await asyncio.sleep(_TICK_S)
+            now = self.loop.time()
+            for client in [client for client, since in self.partial.items() if now - since >= _PATIENCE_S]:
+                client.hand_over()
+            for passing in [passing for passing in self.passing if passing.deadline <= now]:
+                passing.overdue(now)
+            for pool in self._pools.values():
+                pool.tidy()
+
+    def close(self) -> None:
+        """Cut off whatever is left."""
+        self.retain(frozenset())
+        for client in list(self.clients):
+            client.abort()
+
+
+class FastProtocol(asyncio.Protocol):
+    """One client's connection, for as long as all it sends is plain.
+
+    Args:
+        other: makes the protocol that takes the connection over.
+    """
+
+    def __init__(self, path: FastPath, other: Callable[[], asyncio.Protocol]) -> None:
+        self._path = path
+        self._other = other
+        self._buffer = b""
+        self._busy = False
+        """A request is being answered."""
+        self._known: tuple[bytes, Plain] | None = None
+        """The last head and what it says: clients repeat themselves."""
+        self._passing: Passing | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._peer: str | None = None
+        self._paused_reading = False
+        self.answering: Answering | None = None
+        self.transport: asyncio.Transport | None = None
+
+    # asyncio's side
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's are not registered as such
+        peer = transport.get_extra_info("peername")
+        self._peer = peer[0] if isinstance(peer, tuple) else None
+        self._path.joined(self)
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer = self._buffer + data if self._buffer else data
+        if not self._busy:
+            self._look()
+        elif len(self._buffer) > _AHEAD and not self._paused_reading and self.transport is not None:
+            self._paused_reading = True
+            self.transport.pause_reading()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._path.left(self)
+        self.transport = None
+        if self.answering is not None:
+            self.answering.lost()
+        if self._passing is not None:
+            self._passing.client_left()
+        elif self._task is not None:
+            self._task.cancel()
+
+    def pause_writing(self) -> None:
+        if self.answering is not None:
+            self.answering.pause()
+        if self._passing is not None:
+            self._passing.hold_back()
+
+    def resume_writing(self) -> None:
+        if self.answering is not None:
+            self.answering.resume()
+        if self._passing is not None:
+            self._passing.go_on()
+
+    # requests
+
+    def _look(self) -> None:
+        """Serve what has arrived, as far as it is plain and whole."""
+        while self._buffer and not self._busy and self.transport is not None and not self.transport.is_closing():
+            end = self._buffer.find(b"\r\n\r\n", 0, MAX_HEAD + 4)
+            if end < 0:
+                if len(self._buffer) > MAX_HEAD or not b"POST /".startswith(self._buffer[:6]):
+                    self.hand_over()
+                    return
+                break
+            head = self._buffer[:end]
+            if self._known is None or self._known[0] != head:
+                found = plain(head)
+                if found is None:
+                    self.hand_over()
+                    return
+                self._known = (head, found)
+            request = self._known[1]
+            whole = end + 4 + request.length
+            if len(self._buffer) < whole:
+                break
+            body = self._buffer[end + 4 : whole]
+            self._buffer = self._buffer[whole:]
+            self._path.partial.pop(self, None)
+            self._begin(request, body)
+        if self._buffer and not self._busy:
+            self._path.partial.setdefault(self, self._path.loop.time())
+
+    def hand_over(self) -> None:
+        """From here on the connection is the other path's."""
+        self._path.left(self)
+        transport, self.transport = self.transport, None
+        if transport is None or transport.is_closing():
+            return
+        other = self._other()
+        transport.set_protocol(other)
+        other.connection_made(transport)
+        if self._buffer:
+            other.data_received(self._buffer)
+        self._buffer = b""
+
+    def _begin(self, request: Plain, body: bytes) -> None:
+        path, decide = self._path, self._path.decide
+        headers = request.headers
+        head = Head(
+            method="POST",
+            target=request.target,
+            headers=headers,
+            id=envelope.request_id(headers),
+            received=path.loop.time(),
+            peer=self._peer,
+            scheme=path.scheme,
+            host=headers["host"],
+        )
+        self._busy = True
+        path.life.opened()
+        self.answering = Answering(self, head, request.found)
+        trail = decide.begin(head, request.found)
+        try:
+            order = decide.prepare(head, request.found, body, trail)
+            if not decide.charge(order):
+                self._carry(order, None)
+                return
+            claim = path.waitroom.claim(order.ticket)
+            claim.enter()
+        except Refused as refused:
+            self._refuse(decide.refusal(refused, order), trail)
+        except GatewayError as error:
+            self._refuse(error, trail)
+        except Exception as error:
+            logs.error("bug", error, request_id=head.id, path=request.target)
+            self._refuse(GatewayError("The gateway failed; its log tells more under this request id."), trail)
+        else:
+            if claim.replica is None:
+                self._carry(order, claim)
+            else:
+                self._passing = Passing(path, self, order, claim)
+                self._passing.begin()
+
+    def _refuse(self, error: GatewayError, trail: Trail) -> None:
+        assert self.answering is not None
+        trail.status, trail.code = error.status, error.code
+        self.answering.refuse(error)
+        self._path.decide.account(trail)
+        self.ended()
+
+    def _carry(self, order: Order, claim: Claim | None) -> None:
+        """Go on in a task: it has to wait."""
+        self._passing = None
+        self._task = task = self._path.loop.create_task(self._carried(order, claim))
+        self._path.tasks.add(task)
+        task.add_done_callback(self._path.tasks.discard)
+
+    def carry(self, order: Order, claim: Claim) -> None:
+        """The exchange could not reach its replica; its claim waits again, or has another."""
+        self._carry(order, claim)
+
+    async def _carried(self, order: Order, claim: Claim | None) -> None:
+        assert self.answering is not None
+        answering = self.answering
+        try:
+            await self._path.proxy.go(order, answering, claim)
+        except GatewayError as error:
+            answering.refuse(error)
+        except asyncio.CancelledError:
+            if self.transport is not None:
+                raise
+        except Exception as error:
+            logs.error("bug", error, request_id=order.head.id, path=order.head.target)
+            self.abort()
+        finally:
+            self._task = None
+            self.ended()
+
+    def ended(self) -> None:
+        """The request in hand has been answered, or cannot be."""
+        self._passing = self.answering = None
+        self._busy = False
+        self._path.life.closed()
+        transport = self.transport
+        if transport is None or transport.is_closing():
+            return
+        if self._path.life.draining:
+            transport.close()
+            return
+        if self._paused_reading:
+            self._paused_reading = False
+            transport.resume_reading()
+        if self._buffer:
+            # Not from within the end of the last one: a client that sends many at once must not deepen the stack.
+            self._path.loop.call_soon(self._next)
+
+    def _next(self) -> None:
+        if not self._busy:
+            self._look()
+
+    @property
+    def draining(self) -> bool:
+        return self._path.life.draining
+
+    def abort(self) -> None:
+        if self.transport is not None:
+            self.transport.abort()

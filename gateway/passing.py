@@ -1,0 +1,249 @@
+"""A request that found a free slot, on its way: the replica's bytes become the client's, without a task.
+
+The sink of one :class:`gateway.connection.Connection`. What is decided is :mod:`gateway.decisions`'; what must wait after all
+goes back to whoever gave it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from gateway import errors
+from gateway.claim import Claim, Refused
+from gateway.connection import Connection
+from gateway.decisions import Order
+from gateway.envelope import Pairs
+from gateway.errors import GatewayError
+from gateway.relay import Frames
+from gateway.upstream import Broken, Outgoing, Silent, Truncated, Unreachable
+from gateway.usage import Meter, meter
+from policies.replica import Replica
+
+if TYPE_CHECKING:
+    from gateway.fastpath import FastPath, FastProtocol
+
+
+class Passing:
+    """One request that found a free slot: its answer, on its way from a replica's connection to the client's.
+
+    The sink of a :class:`gateway.connection.Connection`.
+    """
+
+    __slots__ = (
+        "_answering",
+        "_begun",
+        "_claim",
+        "_client",
+        "_connection",
+        "_frames",
+        "_held_back",
+        "_meter",
+        "_moved",
+        "_order",
+        "_outgoing",
+        "_path",
+        "_pool",
+        "_replica",
+        "_since",
+        "_task",
+        "deadline",
+    )
+
+    def __init__(self, path: FastPath, client: FastProtocol, order: Order, claim: Claim) -> None:
+        assert claim.replica is not None
+        assert client.answering is not None
+        self._path = path
+        self._client = client
+        self._order = order
+        self._claim = claim
+        self._replica: Replica = claim.replica
+        self._answering = client.answering
+        self._connection: Connection | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._frames: Frames | None = None
+        self._meter: Meter | None = None
+        self._held_back = False
+        self._begun = self._since = self._moved = path.loop.time()
+        self.deadline = self._since + order.spec.first_byte_timeout_s
+        self._pool = path.pool(self._replica)
+        self._outgoing = _request(path.decide.outgoing(order, self._replica), self._pool.host)
+
+    def begin(self) -> None:
+        self._path.passing.add(self)
+        connection = self._pool.idle()
+        if connection is None:
+            self._connect()
+        else:
+            self._connection = connection
+            connection.send(self._outgoing, self)
+
+    # the client's side
+
+    def client_left(self) -> None:
+        """Free the replica at once."""
+        self._end(keep=False)
+
+    def hold_back(self) -> None:
+        self._held_back = True
+        if self._connection is not None:
+            self._connection.hold_back()
+
+    def go_on(self) -> None:
+        self._held_back = False
+        self._moved = self._path.loop.time()
+        if self._connection is not None:
+            self._connection.go_on()
+
+    # the replica's side
+
+    def head(self, status: int, reason: str, headers: Pairs) -> None:
+        order, now = self._order, self._path.loop.time()
+        pairs, events = self._path.decide.answered(order, self._replica, status, headers, now)
+        kind, encoding = _kind(headers)
+        self._frames = Frames() if events else None
+        self._meter = meter(kind, encoding)
+        self._moved = now
+        self.deadline = now + order.spec.idle_body_timeout_s
+        if order.spec.total_timeout_s is not None:
+            self.deadline = min(self.deadline, now + order.spec.total_timeout_s)
+        self._since = now
+        self._answering.begin(status, reason, pairs)
+
+    def body(self, piece: bytes) -> None:
+        assert self._meter is not None
+        if self._frames is not None:
+            self._frames.feed(piece)
+        self._meter.feed(piece)
+        self._order.trail.bytes_out += len(piece)
+        self._answering.piece(piece)
+
+    def flush(self) -> None:
+        self._moved = self._path.loop.time()
+        self._answering.flush()
+
+    def complete(self) -> None:
+        trail = self._order.trail
+        if self._answering.status:
+            trail.status, trail.code = self._answering.status, ""
+        self._answering.end()
+        self._connection = None
+        self._end(keep=True)
+
+    def failed(self, error: Silent | Broken | Truncated) -> None:
+        self._connection = None
+        trail = self._order.trail
+        if isinstance(error, Silent) and trail.retries == 0:
+            self._path.decide.replayed(self._order)
+            self._connect()
+        elif isinstance(error, Truncated):
+            self._cut(errors.UpstreamError(f"The replica's answer broke off: {error}."), blame=True)
+        else:
+            self._give_up(self._path.decide.broken(self._replica, str(error)))
+
+    def overdue(self, now: float) -> None:
+        """A deadline may have passed."""
+        spec = self._order.spec
+        if not self._answering.begun:
+            self._give_up(self._path.decide.silent(self._order, self._replica))
+            return
+        total = spec.total_timeout_s
+        if total is not None and now >= self._since + total:
+            self._cut(errors.UpstreamTimeout(f"The answer was not complete within {total:g} s."), blame=False)
+        elif now >= self._moved + spec.idle_body_timeout_s:
+            if self._held_back:
+                self._order.trail.code = "client_stalled"
+                self._client.abort()
+            else:
+                self._cut(
+                    errors.UpstreamTimeout(f"The replica sent nothing more for {spec.idle_body_timeout_s:g} s."), blame=True
+                )
+        else:
+            self.deadline = self._moved + spec.idle_body_timeout_s
+            if total is not None:
+                self.deadline = min(self.deadline, self._since + total)
+
+    # ends
+
+    def _connect(self) -> None:
+        self._task = task = self._path.loop.create_task(self._connected())
+        self._path.tasks.add(task)
+        task.add_done_callback(self._path.tasks.discard)
+
+    async def _connected(self) -> None:
+        try:
+            connection = await self._pool.connect()
+        except Unreachable as error:
+            self._task = None
+            self._elsewhere(error)
+            return
+        self._task = None
+        self._connection = connection
+        if self._held_back:
+            connection.hold_back()
+        connection.send(self._outgoing, self)
+
+    def _elsewhere(self, error: Unreachable) -> None:
+        """Not a byte was sent: back to the head of the queue, or to another replica."""
+        self._path.passing.discard(self)
+        self._path.decide.unreachable(self._replica, error)
+        try:
+            self._claim.again()
+        except Refused as refused:
+            self._path.passing.add(self)
+            self._give_up(self._path.decide.refusal(refused, self._order))
+        else:
+            self._client.carry(self._order, self._claim)
+
+    def _give_up(self, error: GatewayError) -> None:
+        """No head has come, and none will."""
+        trail = self._order.trail
+        trail.status, trail.code = error.status, error.code
+        self._answering.refuse(error)
+        self._end(keep=False)
+
+    def _cut(self, error: GatewayError, *, blame: bool) -> None:
+        """The answer has begun and cannot be completed."""
+        self._path.decide.cut_short(self._order, self._replica, error, blame=blame)
+        events = self._frames is not None and self._frames.between
+        self._answering.cut_off(self._order.dialect.late(error, self._order.head.id) if events else b"")
+        self._end(keep=False)
+
+    def _end(self, *, keep: bool) -> None:
+        path, order = self._path, self._order
+        if self not in path.passing:
+            return
+        path.passing.discard(self)
+        if not keep:
+            if self._task is not None:
+                self._task.cancel()
+            if self._connection is not None:
+                self._connection.abandon()
+        order.body.close()
+        if self._meter is not None:
+            path.decide.spent(order, self._meter.usage())
+        path.decide.served(order, path.loop.time() - self._begun)
+        self._claim.leave()
+        path.decide.account(order.trail)
+        self._client.ended()
+
+
+def _kind(headers: Pairs) -> tuple[str, str]:
+    """(Content-Type, Content-Encoding) of an answer."""
+    kind = encoding = ""
+    for name, value in headers:
+        lower = name.lower()
+        if lower == "content-type":
+            kind = value
+        elif lower == "content-encoding":
+            encoding = value
+    return kind, encoding
+
+
+def _request(outgoing: Outgoing, host: str) -> bytes:
+    """The request as bytes, body included."""
+    assert outgoing.body.data is not None
+    lines = [f"POST {outgoing.path} HTTP/1.1\r\nHost: {host}"]
+    lines += [f"{name}: {value}" for name, value in outgoing.headers]
+    lines.append(f"Content-Length: {outgoing.body.size}\r\n\r\n")
+    return "\r\n".join(lines).encode("latin-1") + outgoing.body.data
