@@ -131,7 +131,8 @@ async def _serve(told: Settings, line: Line | None, sockets: list[socket.socket]
     if line is not None:
         await line.open()
     app = application.build(told, series, line)
-    gateway, life, runner = app[application.GATEWAY], app[server.LIFE], server.Runner(app)
+    gateway, life = app[application.GATEWAY], app[server.LIFE]
+    runner = server.Runner(app, gateway.serving.fast)
     hangup = _Hangup(gateway.reloader)
     loop.add_signal_handler(signal.SIGHUP, hangup)
     await runner.setup()

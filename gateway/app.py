@@ -16,8 +16,10 @@ from gateway import access, downstream, logs, openapi, server
 from gateway.admin import Admin
 from gateway.client import Clients
 from gateway.current import Current
+from gateway.decisions import Decisions
 from gateway.dispatch import Dispatch
 from gateway.eta import Eta
+from gateway.fastpath import FastPath
 from gateway.gauges import Gauges
 from gateway.handover import Line
 from gateway.intake import Intake
@@ -56,6 +58,16 @@ class Callers:
     log: access.Log
 
 
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """How requests are served: what is decided, and the two paths that act on it."""
+
+    decisions: Decisions
+    intake: Intake
+    proxy: Proxy
+    fast: FastPath
+
+
 @dataclass(slots=True)
 class Gateway:
     """The parts of one process that more than one route, or a test, looks at."""
@@ -75,8 +87,7 @@ class Gateway:
     upstreams: Upstreams
     metrics: Metrics
     gauges: Gauges
-    intake: Intake
-    proxy: Proxy
+    serving: Serving
     admin: Admin
     models: Models
     callers: Callers
@@ -103,15 +114,17 @@ def compose(settings: Settings, metrics: Metrics, line: Line | None = None) -> G
     reporter = Reporter(settings.id, store=store, ledger=ledger, registry=registry)
     eta = Eta(registry, slots=lambda model: _slots(current, registry, reporter, model), clock=loop.time, random=random.uniform)
     scaler = Scaler(current, registry=registry, reporter=reporter, operations=operations, cost_s=eta.start_s)
-    permits = Permits(settings.id, current, lender=store, fleet=registry, ledger=ledger)
+    dead = metrics.succeed(settings.id)
+    permits = Permits(settings.id, current, lender=store, fleet=registry, ledger=ledger, dead=dead)
     waitroom = Waitroom(current, fleet=registry, capacity=permits, ledger=ledger, expected=eta.wait_s)
-    callers, intake = _callers(current, store, reporter, metrics), Intake(current)
+    callers = _callers(current, store, reporter, metrics)
     admin = Admin(current, settings.admin_token, store=store, registry=registry, reporter=reporter, operations=operations)
     certificates = None if settings.pem is None else Certificates(settings.pem)
+    life = Life(link.connected)
     gateway = Gateway(
         settings=settings,
         current=current,
-        life=Life(link.connected),
+        life=life,
         store=store,
         ledger=ledger,
         registry=registry,
@@ -123,22 +136,8 @@ def compose(settings: Settings, metrics: Metrics, line: Line | None = None) -> G
         waitroom=waitroom,
         upstreams=upstreams,
         metrics=metrics,
-        intake=intake,
         gauges=Gauges(current, ledger=ledger, registry=registry, link=link, metrics=metrics),
-        proxy=Proxy(
-            current,
-            tenants=callers.tenants,
-            limits=callers.limits,
-            clients=callers.clients,
-            log=callers.log,
-            intake=intake,
-            ledger=ledger,
-            registry=registry,
-            waitroom=waitroom,
-            upstreams=upstreams,
-            eta=eta,
-            metrics=metrics,
-        ),
+        serving=_serving(current, metrics, callers, ledger, registry, waitroom, upstreams, eta, life),
         admin=admin,
         models=Models(current, registry, eta_s=eta.seconds, allows=callers.tenants.allows),
         callers=callers,
@@ -147,6 +146,43 @@ def compose(settings: Settings, metrics: Metrics, line: Line | None = None) -> G
     )
     _connect(gateway, eta)
     return gateway
+
+
+def _serving(
+    current: Current,
+    metrics: Metrics,
+    callers: Callers,
+    ledger: Ledger,
+    registry: Registry,
+    waitroom: Waitroom,
+    upstreams: Upstreams,
+    eta: Eta,
+    life: Life,
+) -> Serving:
+    decisions = Decisions(
+        current,
+        tenants=callers.tenants,
+        limits=callers.limits,
+        clients=callers.clients,
+        log=callers.log,
+        ledger=ledger,
+        registry=registry,
+        eta=eta,
+        metrics=metrics,
+    )
+    intake = Intake(current)
+    proxy = Proxy(
+        decisions,
+        intake=intake,
+        limits=callers.limits,
+        ledger=ledger,
+        registry=registry,
+        waitroom=waitroom,
+        upstreams=upstreams,
+        eta=eta,
+        metrics=metrics,
+    )
+    return Serving(decisions, intake, proxy, FastPath(decisions, proxy, waitroom=waitroom, life=life))
 
 
 def _reloader(
@@ -177,6 +213,12 @@ async def _remember(gateway: Gateway, eta: Eta) -> None:
         eta.load(model, await gateway.store.stages(model))
 
 
+async def _bury(dead: str, store: Store) -> None:
+    """Nobody waits for the requests that a worker took with it when it was killed."""
+    if dead:
+        await store.withdraw(dead)
+
+
 def _slots(current: Current, registry: Registry, reporter: Reporter, model: str) -> int:
     """Requests that this gateway may expect to have on a model's replicas at once."""
     spec, replicas = current.config.models.get(model), max(1, len(registry.available(model)))
@@ -196,6 +238,7 @@ def _connect(gateway: Gateway, eta: Eta) -> None:
         permits.look()
         waitroom.pump(model)
         gateway.upstreams.retain(registry.incarnations())
+        gateway.serving.fast.retain(registry.incarnations())
         edge(model)
         scaler.poke_mates(model)
 
@@ -213,7 +256,8 @@ def _connect(gateway: Gateway, eta: Eta) -> None:
     registry.on_eject = ejected
     registry.on_change.append(fleet_changed)
     registry.on_record += [gateway.metrics.record, lambda before, after: eta.learn(after)]
-    gateway.link.on_connect.append(lambda: _remember(gateway, eta))
+    eta.place_s = scaler.place_s
+    gateway.link.on_connect += [lambda: _remember(gateway, eta), lambda: _bury(gateway.permits.dead, gateway.store)]
     gateway.link.on_permits = permits.hint
     gateway.link.on_debtor = gateway.callers.limits.indebted
     permits.on_more = waitroom.pump_all
@@ -250,9 +294,9 @@ def build(settings: Settings, metrics: Metrics, line: Line | None = None) -> web
         tenants=gateway.callers.tenants,
         clients=gateway.callers.clients,
         log=gateway.callers.log,
-        intake=gateway.intake,
+        intake=gateway.serving.intake,
         own=_own(gateway),
-        passer=lambda request, found: downstream.serve(request, found, gateway.proxy.handle),
+        passer=lambda request, found: downstream.serve(request, found, gateway.serving.proxy.handle),
     ).attach(app)
     return app
 
@@ -284,10 +328,11 @@ async def _life(app: web.Application) -> AsyncIterator[None]:
     """Start the parts that live as long as the process; at the end take the report back, then let go of the store."""
     gateway = app[GATEWAY]
     jobs = (gateway.link.run(), gateway.reporter.run(), gateway.scaler.run(), gateway.gauges.run(), gateway.reloader.watch())
-    gateway.life.start((*jobs, gateway.permits.run(), gateway.callers.limits.run()))
+    gateway.life.start((*jobs, gateway.permits.run(), gateway.callers.limits.run(), gateway.serving.fast.run()))
     gateway.callers.log.start()
     yield
     await gateway.life.stop()
+    gateway.serving.fast.close()
     await gateway.upstreams.close()
     await gateway.permits.leave()
     await gateway.callers.limits.leave()

@@ -79,12 +79,20 @@ class Claim:
         self.timer: asyncio.TimerHandle | None = None
         self.trial = False
 
-    def __enter__(self) -> Claim:
+    def enter(self) -> None:
+        """Ask for a slot or a place; owes one :meth:`leave`. Raises Refused, and owes nothing."""
         self._room.enter(self)
+
+    def leave(self) -> None:
+        """Give back what it holds."""
+        self._room.leave(self)
+
+    def __enter__(self) -> Claim:
+        self.enter()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._room.leave(self)
+        self.leave()
 
     @property
     def leaving(self) -> bool:

@@ -37,13 +37,12 @@ _TICK_S = 1.0
 class FastPath:
     """What all fast connections of one process share. Needs a running event loop."""
 
-    def __init__(self, decisions: Decisions, proxy: Proxy, *, waitroom: Waitroom, life: Life, scheme: str) -> None:
+    def __init__(self, decisions: Decisions, proxy: Proxy, *, waitroom: Waitroom, life: Life) -> None:
         self.loop = asyncio.get_running_loop()
         self.decide = decisions
         self.proxy = proxy
         self.waitroom = waitroom
         self.life = life
-        self.scheme = scheme
         self.clients: set[FastProtocol] = set()
         self.partial: dict[FastProtocol, float] = {}
         """Connections with a part of a request -> loop time at which it began."""
@@ -115,6 +114,7 @@ class FastProtocol(asyncio.Protocol):
         self._passing: Passing | None = None
         self._task: asyncio.Task[None] | None = None
         self._peer: str | None = None
+        self._scheme = "http"
         self._paused_reading = False
         self.answering: Answering | None = None
         self.transport: asyncio.Transport | None = None
@@ -125,6 +125,7 @@ class FastProtocol(asyncio.Protocol):
         self.transport = cast(asyncio.Transport, transport)  # uvloop's are not registered as such
         peer = transport.get_extra_info("peername")
         self._peer = peer[0] if isinstance(peer, tuple) else None
+        self._scheme = "http" if transport.get_extra_info("sslcontext") is None else "https"
         self._path.joined(self)
 
     def data_received(self, data: bytes) -> None:
@@ -209,7 +210,7 @@ class FastProtocol(asyncio.Protocol):
             id=envelope.request_id(headers),
             received=path.loop.time(),
             peer=self._peer,
-            scheme=path.scheme,
+            scheme=self._scheme,
             host=headers["host"],
         )
         self._busy = True
