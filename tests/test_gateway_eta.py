@@ -66,6 +66,17 @@ def test_a_cold_model_takes_what_its_starts_took():
     assert eta.retry_after_s("m") == 22
 
 
+def test_a_model_that_waits_for_its_turn_in_a_group_takes_so_much_longer():
+    eta, fleet, _ = estimator()
+    eta.learn(record(State.ADMITTED, match=1.0))
+    eta.place_s = lambda model: 30.0
+    assert eta.seconds("m") == 31.0
+    assert eta.start_s("m") == 1.0
+    # On its way, it has its place.
+    fleet.records = [record(State.MATCHING)]
+    assert eta.seconds("m") == 1.0
+
+
 def test_the_estimate_counts_down_with_the_start():
     eta, fleet, clock = estimator()
     eta.learn(record(State.ADMITTED, **STAGES))
@@ -133,7 +144,7 @@ async def test_what_the_store_remembers_is_known_after_a_restart(store, store_se
     }
     await store.hset(keys.stages("m"), mapping=fields)
     async with serving(store_server) as served:
-        eta = served.gateway.proxy._eta
+        eta = served.gateway.serving.proxy._eta
         assert await eventually(lambda: eta.seconds("m")) == 4.0
 
 

@@ -201,7 +201,7 @@ async def test_gateway_case_52_a_large_image_passes_and_too_much_is_413(store, s
         assert fake.requests[0].body == image
         refused = await served.client.post(CHAT, content=image + b" " * (2 << 20))
         assert (refused.status_code, refused.json()["error"]["code"]) == (413, "request_too_large")
-        assert served.gateway.intake.buffered == 0
+        assert served.gateway.serving.intake.buffered == 0
         assert len(fake.requests) == 1
 
 
@@ -251,7 +251,7 @@ async def test_gateway_case_54_large_bodies_wait_on_disk_and_arrive_whole_also_w
         fake.scripts.append(slam)
         assert (await served.client.post(CHAT, content=data)).status_code == 200
         assert [request.body for request in fake.requests[1:]] == [data, data]
-        assert served.gateway.intake.buffered == 0
+        assert served.gateway.serving.intake.buffered == 0
 
 
 async def test_gateway_case_55_gzip_requests_and_answers_pass_as_gzip(store, store_server):
