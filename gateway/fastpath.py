@@ -217,6 +217,7 @@ class FastProtocol(asyncio.Protocol):
         path.life.opened()
         self.answering = Answering(self, head, request.found)
         trail = decide.begin(head, request.found)
+        claim: Claim | None = None
         try:
             order = decide.prepare(head, request.found, body, trail)
             if not decide.charge(order):
@@ -224,19 +225,21 @@ class FastProtocol(asyncio.Protocol):
                 return
             claim = path.waitroom.claim(order.ticket)
             claim.enter()
+            if claim.replica is None:
+                self._carry(order, claim)
+                return
+            self._passing = Passing(path, self, order, claim)
         except Refused as refused:
             self._refuse(decide.refusal(refused, order), trail)
         except GatewayError as error:
             self._refuse(error, trail)
         except Exception as error:
             logs.error("bug", error, request_id=head.id, path=request.target)
+            if claim is not None:
+                claim.leave()
             self._refuse(GatewayError("The gateway failed; its log tells more under this request id."), trail)
         else:
-            if claim.replica is None:
-                self._carry(order, claim)
-            else:
-                self._passing = Passing(path, self, order, claim)
-                self._passing.begin()
+            self._passing.begin()
 
     def _refuse(self, error: GatewayError, trail: Trail) -> None:
         assert self.answering is not None
