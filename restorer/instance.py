@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,15 +80,18 @@ async def connect(instance: Instance) -> AsyncIterator[httpx.AsyncClient]:
         raise _died(instance) from None
 
 
-async def ignite(box: Box, engine: HttpEngine) -> tuple[Instance, float]:
+async def ignite(box: Box, engine: HttpEngine, visible: Sequence[int] = ()) -> tuple[Instance, float]:
     """Start an engine cold, wait until it is ready, warm it. Returns it and the seconds from exec to its first token.
+
+    Args:
+        visible: the GPUs that it may see.
 
     Raises:
         EngineDied: it ended by itself. EngineNotReady: it was not ready in time.
     """
     begun = time.perf_counter()
     launcher = (sys.executable, "-I", "-S", seal.__file__)
-    inner = await box.spawn((*launcher, *engine.argv()), engine.environment(box.mountpoint))
+    inner = await box.spawn((*launcher, *engine.argv()), engine.environment(box.mountpoint, visible))
     pid = box.host_pid(inner)
     if pid is None:
         raise EngineDied(f"the engine ended at once; its log ends: {last_words(box)}")

@@ -11,12 +11,13 @@ import time
 from typing import Any
 
 from policies.compat import Mismatch
-from policies.manifest import Manifest
+from policies.manifest import GpuState, Manifest
 from policies.replica import Event, Replica, State, advance
 from policies.wire import Failure, JobKind, OperationState
-from restorer import canary
+from restorer import canary, gpustate
+from restorer.box import Box
 from restorer.capture import capture
-from restorer.engines import adapter
+from restorer.engines import HttpEngine, adapter
 from restorer.errors import (
     CanaryDiffers,
     Cancelled,
@@ -29,8 +30,9 @@ from restorer.errors import (
     ToolFailed,
     ToolHung,
 )
+from restorer.gpus import Placement
 from restorer.host import Host, Match, log
-from restorer.instance import Instance, connect, ignite, resurrect
+from restorer.instance import Instance, connect, ignite
 from restorer.integrity import verify_files
 from restorer.jobs import Claim, LeaseLost, Outcome, StoreUnavailable, demand
 from restorer.replicas import Replicas
@@ -139,10 +141,11 @@ async def _restored(attempt: Attempt, manifest: Manifest) -> Instance:
     await _verify_bytes(attempt, manifest)
     box = await host.boxes.take()
     try:
+        placement = await _placed(attempt, box, manifest.gpu)
         await attempt.still_wanted()
         await attempt.advance(Event.RESTORE, snapshot=manifest.id, incarnation=box.id, start="restored")
         folder = host.snapshots.folder(manifest.id)
-        instance = await resurrect(host.criu, box, attempt.engine, manifest, folder, attempt.stages)
+        instance = await gpustate.revive(host, box, attempt.engine, manifest, folder, attempt.stages, placement)
         await attempt.advance(Event.UP)
         with attempt.stages.timed("canary"):
             async with connect(instance) as client:
@@ -151,8 +154,24 @@ async def _restored(attempt: Attempt, manifest: Manifest) -> Instance:
             raise CanaryDiffers(f"the replica does not repeat its donor's answers: {verdict.difference}")
         return instance
     except BaseException:
-        await asyncio.shield(host.boxes.discard(box))
+        await asyncio.shield(host.discard(box))
         raise
+
+
+async def _placed(attempt: Attempt, box: Box, state: GpuState | None) -> Placement | None:
+    """The GPUs that a box gets, if its engine wants any; they are its own until it is discarded.
+
+    Args:
+        state: of the snapshot to restore; None: the engine starts cold, and takes what it finds.
+    """
+    gpu = attempt.engine.model.engine.gpu
+    if gpu.count == 0:
+        return None
+    with attempt.stages.timed("lease GPU"):
+        need, prefer = (0, ()) if state is None else (gpustate.need_bytes(state), state.used)
+        placement = await attempt.host.gpus.lease(box.id, gpu.count, need_bytes=need, wait_s=gpu.wait_s, prefer=prefer)
+        box.remember(gpus=list(placement.uuids))
+    return placement
 
 
 async def _verify_bytes(attempt: Attempt, manifest: Manifest) -> None:
@@ -164,7 +183,9 @@ async def _verify_bytes(attempt: Attempt, manifest: Manifest) -> None:
     host = attempt.host
     with attempt.stages.timed("verify bytes") as stage:
         stage.bytes = manifest.bytes
-        faults = await asyncio.to_thread(host.snapshots.verify, manifest.id, full=False)
+        faults = list(await asyncio.to_thread(host.snapshots.verify, manifest.id, full=False))
+        if manifest.gpu is not None:
+            faults += await asyncio.to_thread(host.weights.verify, manifest.gpu.weights)
         if faults:
             raise SnapshotError(f"snapshot {manifest.id} was changed: " + "; ".join(map(str, faults[:_SHOWN])))
         changed = await asyncio.to_thread(verify_files, manifest, host.stamps)
@@ -179,13 +200,16 @@ async def _cold(attempt: Attempt, match: Match, event: Event, why: str) -> Insta
     policy = host.model(attempt.record.model).snapshot
     box = await host.boxes.take()
     try:
+        placement = await _placed(attempt, box, None)
         await attempt.advance(event, incarnation=box.id, start="cold", snapshot=None, reason=why)
         with attempt.stages.timed("start engine"):
-            instance, cold_start_s = await ignite(box, attempt.engine)
+            instance, cold_start_s = await ignite(box, attempt.engine, placement.indices if placement else ())
         if policy.create == "auto" and host.criu is not None and match.manifest is None:
             try:
                 manifest = await capture(host, instance, match.profile, cold_start_s, attempt.stages)
                 log.info("snapshot %s of %s was made", manifest.id, attempt.record.model)
+            except EngineDied:
+                raise
             except RestorerError as error:
                 # The engine serves all the same; the next start is cold too, and says why.
                 log.warning("no snapshot of %s: %s", attempt.record.model, error)
@@ -196,7 +220,7 @@ async def _cold(attempt: Attempt, match: Match, event: Event, why: str) -> Insta
                 await attempt.engine.warm(client)
         return instance
     except BaseException:
-        await asyncio.shield(host.boxes.discard(box))
+        await asyncio.shield(host.discard(box))
         raise
 
 
@@ -208,7 +232,7 @@ async def _admit(attempt: Attempt, instance: Instance, replicas: Replicas) -> No
         instance.box.remember(record=admitted.model_dump(mode="json"), inner_pid=instance.inner_pid)
         await attempt.host.jobs.settle(attempt.claim, Outcome(OperationState.SUCCEEDED), admitted)
     except BaseException:
-        await asyncio.shield(attempt.host.boxes.discard(instance.box))
+        await asyncio.shield(attempt.host.discard(instance.box))
         raise
     replicas.adopt(instance, admitted)
 
@@ -255,12 +279,7 @@ async def make_snapshot(host: Host, claim: Claim) -> None:
         if host.criu is None:
             raise SnapshotError(f"no snapshot can be made on this host: {host.capability}")
         match = await asyncio.to_thread(host.match, name)
-        box = await host.boxes.take()
-        try:
-            donor, cold_start_s = await ignite(box, adapter(name, host.model(name)))
-            manifest = await capture(host, donor, match.profile, cold_start_s, Stages())
-        finally:
-            await asyncio.shield(host.boxes.discard(box))
+        manifest = await _captured(host, adapter(name, host.model(name)), match)
         log.info("snapshot %s of %s was made", manifest.id, name)
         outcome = Outcome(OperationState.SUCCEEDED, snapshot=manifest.id)
     except (LeaseLost, StoreUnavailable):
@@ -269,3 +288,19 @@ async def make_snapshot(host: Host, claim: Claim) -> None:
         log.error("no snapshot of %s: %s", name, error)
         outcome = Outcome(OperationState.FAILED, str(error), EXIT_FAILED)
     await host.jobs.settle(claim, outcome)
+
+
+async def _captured(host: Host, engine: HttpEngine, match: Match) -> Manifest:
+    """A snapshot of a donor that is started for it, and ends with it."""
+    gpu = engine.model.engine.gpu
+    box = await host.boxes.take()
+    try:
+        visible: tuple[int, ...] = ()
+        if gpu.count:
+            placement = await host.gpus.lease(box.id, gpu.count, need_bytes=0, wait_s=gpu.wait_s)
+            box.remember(gpus=list(placement.uuids))
+            visible = placement.indices
+        donor, cold_start_s = await ignite(box, engine, visible)
+        return await capture(host, donor, match.profile, cold_start_s, Stages(), keep=False)
+    finally:
+        await asyncio.shield(host.discard(box))

@@ -15,6 +15,7 @@ from typing import Any
 from policies import scaling
 from policies.replica import RUNNING, Event, Replica, State, advance
 from policies.wire import GatewayReport
+from restorer import gpustate
 from restorer.box import Box
 from restorer.engines import adapter
 from restorer.errors import RestorerError
@@ -68,9 +69,10 @@ class Replicas:
             pid = None if record is None else box.host_pid(int(box.facts["inner_pid"]))
             if record is None or pid is None:
                 log.warning("box %s was left behind; it is removed", box.id)
-                await self._host.boxes.discard(box)
+                await self._host.discard(box)
                 continue
             engine = adapter(record.model, self._host.model(record.model))
+            self._host.gpus.adopt(box.id, box.facts.get("gpus", ()))
             self.adopt(Instance(box, engine, int(box.facts["inner_pid"]), pid), record)
             log.info("replica %s (%s) was found running", record.id, record.incarnation)
         for record in self._absent(records):
@@ -194,7 +196,9 @@ class Replicas:
         running.record = record
         await self._write(running)
         try:
-            await asyncio.shield(self._host.boxes.discard(running.instance.box))
+            if event is Event.STOP:
+                await gpustate.settle(running.instance)
+            await asyncio.shield(self._host.discard(running.instance.box))
         finally:
             # Also when it cannot be killed: who waits for its end must not wait for ever.
             if self._running.get(record.id) is running:
