@@ -60,10 +60,14 @@ class _Load:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(socket_path)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(socket_path)
-        os.chmod(socket_path, 0o600)
-        self._listener.listen(1)
-        self._listener.settimeout(0.2)
+        try:
+            self._listener.bind(socket_path)
+            os.chmod(socket_path, 0o600)
+            self._listener.listen(1)
+            self._listener.settimeout(0.2)
+        except OSError:
+            self._listener.close()
+            raise
         self._stop = threading.Event()
         self.loaded = threading.Event()
         self.fault: Exception | None = None

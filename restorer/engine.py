@@ -22,6 +22,16 @@ _HEALTH_S = 5.0
 TCP_CLOSE = ("--tcp-close",)
 _TCP_INSIDE = ("--tcp-established", "--network-lock", "skip")
 
+_ALONE = {
+    "NCCL_CUMEM_HOST_ENABLE": "0",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
+"""Memory that several processes share on GPUs cannot be checkpointed, so their collectives must do without."""
+
 Body = Mapping[str, Any]
 """A JSON object: a request's body."""
 
@@ -36,6 +46,8 @@ class HttpEngine:
 
     dump_options: ClassVar[tuple[str, ...]] = (*_TCP_INSIDE, "--link-remap", "--ghost-limit", "256M")
     """CRIU's options for a dump, besides those every engine gets."""
+    most_gpus: ClassVar[int] = 1
+    """GPUs with which one of its replicas has been seen to survive a checkpoint."""
     restore_options: ClassVar[tuple[str, ...]] = _TCP_INSIDE
     """Their counterparts for a restore."""
 
@@ -59,7 +71,7 @@ class HttpEngine:
 
     def settings(self) -> dict[str, str]:
         """Environment that makes it another engine: the operator's, and what a capture needs."""
-        return dict(self.model.engine.env)
+        return {**(_ALONE if self.gpus > 1 else {}), **self.model.engine.env}
 
     def environment(self, private: Path, visible: Sequence[int] = ()) -> dict[str, str]:
         """Its whole environment. What the operator set wins; nothing is inherited from the restorer.

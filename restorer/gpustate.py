@@ -55,9 +55,7 @@ async def asleep(host: Host, donor: Instance, stages: Stages, *, keep: bool) -> 
     if not donor.engine.gpus:
         yield None
         return
-    obstacles = compat.gpu_obstacles(host.facts.gpu)
-    if obstacles:
-        raise SnapshotError("the GPU state cannot be captured: " + " | ".join(map(str, obstacles)))
+    _may_be_captured(host, donor.engine)
     pids = await host.cuda.find(await _pids(donor))
     if not pids:
         raise SnapshotError(
@@ -72,6 +70,18 @@ async def asleep(host: Host, donor: Instance, stages: Stages, *, keep: bool) -> 
         if keep:
             with stages.timed("wake donor"):
                 await asyncio.shield(_wake_donor(host, donor, pids, weights))
+
+
+def _may_be_captured(host: Host, engine: HttpEngine) -> None:
+    obstacles = compat.gpu_obstacles(host.facts.gpu)
+    if obstacles:
+        raise SnapshotError("the GPU state cannot be captured: " + " | ".join(map(str, obstacles)))
+    gpu = engine.model.engine.gpu
+    if gpu.count > engine.most_gpus and not gpu.untested:
+        raise SnapshotError(
+            f"{engine.model.engine.kind} on {gpu.count} GPUs has not been seen to survive a checkpoint (known: {engine.most_gpus}); "
+            "it starts cold; engine.gpu.untested: true tries all the same"
+        )
 
 
 async def revive(

@@ -32,7 +32,7 @@ from restorer.errors import (
 )
 from restorer.gpus import Placement
 from restorer.host import Host, Match, log
-from restorer.instance import Instance, connect, ignite
+from restorer.instance import Instance, connect, ignite, last_words
 from restorer.integrity import verify_files
 from restorer.jobs import Claim, LeaseLost, Outcome, StoreUnavailable, demand
 from restorer.replicas import Replicas
@@ -42,6 +42,8 @@ EXIT_FAILED, EXIT_HOST = 1, 3
 """What the command line exits with."""
 _RETRY_S = 1.0
 _SHOWN = 5
+_BROKEN = ("misaligned address", "an illegal memory access", "CUDA_ERROR_ILLEGAL_ADDRESS")
+"""What an engine says whose GPU state came back wrong: another try would end the same way."""
 
 
 class Attempt:
@@ -153,6 +155,12 @@ async def _restored(attempt: Attempt, manifest: Manifest) -> Instance:
         if not verdict.equal:
             raise CanaryDiffers(f"the replica does not repeat its donor's answers: {verdict.difference}")
         return instance
+    except (EngineDied, EngineNotReady) as error:
+        words = last_words(box)
+        await asyncio.shield(host.discard(box))
+        if sign := next((sign for sign in _BROKEN if sign in f"{error} {words}"), None):
+            raise SnapshotError(f"what was restored is broken ({sign}): {error}") from error
+        raise
     except BaseException:
         await asyncio.shield(host.discard(box))
         raise
