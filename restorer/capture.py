@@ -8,21 +8,25 @@ turned the rehearsal off.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from policies.manifest import Exchange, GpuState, Manifest, MappedFile, Profile
-from restorer import canary, gpustate, inventory
+from restorer import canary, gpustate, inventory, pages
 from restorer.box import Box
 from restorer.errors import CanaryDiffers, EngineDied, SnapshotError
+from restorer.files import disk_space
 from restorer.host import Host
 from restorer.instance import Instance, connect
 from restorer.snapshots import Staging, capture_tree
 from restorer.stages import Stages
 
 _QUIET_S = 10.0
+_MANY_CORES = 8
+"""From so many on, and for engines on a GPU, memory is filled by many threads rather than by CRIU; with few it gains nothing."""
 GHOST_LIMIT = 256 << 20
 
 
@@ -71,6 +75,9 @@ async def _dumped(host: Host, donor: Instance, known: _Draft, stages: Stages) ->
                 for number, folder in enumerate(_scratch(box)):
                     await asyncio.to_thread(capture_tree, folder, staging.scratch / str(number))
                 stage.bytes = await asyncio.to_thread(_size, staging.path)
+            if donor.engine.gpus or (os.cpu_count() or 1) >= _MANY_CORES:
+                with stages.timed("take memory out") as stage, disk_space("moving memory aside", staging.path):
+                    stage.bytes = await asyncio.to_thread(pages.take_out, staging.images, huge=True)
             draft = _draft(host, donor, known, pids, files, private)
             if host.model(known.profile.model).snapshot.rehearse:
                 with stages.timed("rehearse"):

@@ -187,8 +187,10 @@ class _Pinned:
         self.stream = call("cuStreamCreate", 1)
         self.view = memoryview((ctypes.c_char * count).from_address(int(self.pointer))).cast("B")
 
-    def copy(self, block: _Block, offset: int, count: int) -> None:
+    def begin(self, block: _Block, offset: int, count: int) -> None:
         self._do("cuMemcpyHtoDAsync", int(block.address) + offset, int(self.pointer), count, self.stream)
+
+    def wait(self) -> None:
         self._do("cuStreamSynchronize", self.stream)
 
 

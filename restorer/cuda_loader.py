@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import itertools
 import json
 import os
 import queue
@@ -19,8 +20,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-CHUNK = 32 << 20
-"""Bytes of one read and one copy."""
+CHUNK = 4 << 20
+"""Bytes of one read and one copy: few enough to be still in the processor's cache when they are copied on."""
+_BUFFERS = 2
+"""For each reader: one is read into while the other is copied from."""
 _FDS_A_MESSAGE = 64
 _SERVE_S = 120.0
 _PROBE_BYTES = 1 << 30
@@ -31,8 +34,11 @@ class Staging(Protocol):
 
     view: memoryview
 
-    def copy(self, block: Any, offset: int, count: int) -> None:
-        """Copy its first ``count`` bytes to ``offset`` of a block, and wait for that."""
+    def begin(self, block: Any, offset: int, count: int) -> None:
+        """Begin to copy its first ``count`` bytes to ``offset`` of a block."""
+
+    def wait(self) -> None:
+        """Until what was begun is done."""
 
 
 class Device(Protocol):
@@ -121,15 +127,17 @@ class _Load:
 
     def _read(self, device: Device, work: queue.SimpleQueue[tuple[int, Any, int, int]], faults: list[Exception]) -> None:
         try:
-            staging = device.staging(CHUNK)
-            while not faults:
-                fd, block, at, count = work.get_nowait()
-                if self._stop.is_set():
-                    raise _Stopped("the load was dropped")
-                _read_exactly(fd, staging.view[:count], at)
-                staging.copy(block, at, count)
-        except queue.Empty:
-            pass
+            buffers = [device.staging(CHUNK) for _ in range(_BUFFERS)]
+            with contextlib.suppress(queue.Empty):
+                for staging in itertools.cycle(buffers):
+                    fd, block, at, count = work.get_nowait()
+                    if self._stop.is_set() or faults:
+                        raise _Stopped("the load was dropped")
+                    staging.wait()
+                    _read_exactly(fd, staging.view[:count], at)
+                    staging.begin(block, at, count)
+            for staging in buffers:
+                staging.wait()
         except Exception as error:
             faults.append(error)
 
@@ -182,10 +190,10 @@ class Loads:
         device = self._device(str(asked["gpu"]))
         try:
             block, staging = device.allocate(_PROBE_BYTES), device.staging(CHUNK)
-            staging.copy(block, 0, CHUNK)
             begun = time.monotonic()
             for at in range(0, _PROBE_BYTES, CHUNK):
-                staging.copy(block, at, CHUNK)
+                staging.begin(block, at, CHUNK)
+            staging.wait()
             return {"bytes_per_s": _PROBE_BYTES / (time.monotonic() - begun)}
         finally:
             device.close()

@@ -37,7 +37,7 @@ LOCK_S = 30.0
 _DRIVER_S = 180.0
 """For one step of the driver, which moves gigabytes."""
 _LOAD_S = 600.0
-_READERS = 8
+_READERS = 12
 _SETTLE_S = 15.0
 
 
@@ -79,8 +79,8 @@ def _may_be_captured(host: Host, engine: HttpEngine) -> None:
     gpu = engine.model.engine.gpu
     if gpu.count > engine.most_gpus and not gpu.untested:
         raise SnapshotError(
-            f"{engine.model.engine.kind} on {gpu.count} GPUs has not been seen to survive a checkpoint (known: {engine.most_gpus}); "
-            "it starts cold; engine.gpu.untested: true tries all the same"
+            f"{engine.model.engine.kind} on {gpu.count} GPUs has not been seen to survive a checkpoint (on {engine.most_gpus} it "
+            "has); it starts cold; engine.gpu.untested: true tries all the same"
         )
 
 

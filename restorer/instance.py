@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 
 from policies.manifest import Manifest
-from restorer import pagecache, seal
+from restorer import inventory, pagecache, pages, seal
 from restorer.box import Box
 from restorer.criu import Criu
 from restorer.engines import HttpEngine
@@ -120,14 +120,20 @@ async def resurrect(criu: Criu, box: Box, engine: HttpEngine, manifest: Manifest
         for number, name in enumerate(manifest.scratch):
             stage.bytes += await asyncio.to_thread(lay_tree, folder / "scratch" / str(number), targets[name])
     images = folder / "images"
+    bulk = await asyncio.to_thread(pages.taken_out, images)
     with stages.timed("restore processes") as stage:
-        pages = sorted(images.glob("pages-*.img"))
-        stage.tier = await asyncio.to_thread(pagecache.tier, pages)
-        stage.bytes = sum(path.stat().st_blocks * 512 for path in images.iterdir())
-        await criu.restore(box, images, manifest.criu_options)
+        files = [*images.glob("pages-*.img"), *(bulk.paths if bulk else ())]
+        stage.tier = await asyncio.to_thread(pagecache.tier, files)
+        stage.bytes = sum(path.stat().st_blocks * 512 for path in images.iterdir()) - (bulk.bytes if bulk else 0)
+        await criu.restore(box, images, (*manifest.criu_options, *(("--leave-stopped",) if bulk else ())))
     pid = box.host_pid(manifest.root_pid)
     if pid is None:
         raise EngineDied(f"the restored engine ended at once; its log ends: {last_words(box)}")
+    if bulk is not None:
+        with stages.timed("fill memory") as filled:
+            filled.bytes, filled.tier = bulk.bytes, stage.tier
+            await asyncio.to_thread(bulk.put_back, await asyncio.to_thread(inventory.numbers, pid))
+            await criu.thaw(box)
     return Instance(box, engine, manifest.root_pid, pid)
 
 

@@ -1,8 +1,9 @@
 """A small engine with vLLM's routes, whose "GPU" is the one of :mod:`fake_cuda`: two processes with CUDA state, weights that
 its sleep throws away, and answers that depend on every byte of them.
 
-``python e2e_gpu_engine.py PORT HOLD [--seed N] [vLLM's options for sleep]``. While HOLD-garble exists, what it takes in as
-weights is wrong by one bit; while HOLD-deaf exists, it does not fall asleep.
+``python e2e_gpu_engine.py PORT HOLD [--seed N] [--no-cuda] [--deaf] [vLLM's options for sleep]``. While HOLD-garble exists,
+what it takes in as weights is wrong by one bit, while HOLD-stale exists, the last run of it is left out; while HOLD-misaligned
+exists, it says what broken GPU state makes engines say. With --deaf it has no routes for sleep.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import mmap
 import multiprocessing
 import os
+import signal
 import threading
 import urllib.parse
 from multiprocessing.connection import Connection
@@ -73,11 +75,13 @@ class HostMemory:
         if Path(self._hold + "-garble").exists():
             data = bytes([data[0] ^ 1]) + data[1:]
         for number, block in enumerate(self._blocks):
+            if number == len(SIZES) - 1 and Path(self._hold + "-stale").exists():
+                continue
             at = sum(SIZES[:number])
             block[:] = data[at : at + len(block)]
 
 
-def work(pipe: Connection, seed: str, hold: str, extension_name: str) -> None:
+def work(pipe: Connection, seed: str, hold: str, extension_name: str, cuda: bool) -> None:
     """The process that has the weights."""
     blocks = [mmap.mmap(-1, size) for size in SIZES]
     for number, block in enumerate(blocks):
@@ -89,7 +93,8 @@ def work(pipe: Connection, seed: str, hold: str, extension_name: str) -> None:
         kind = type("Worker", (getattr(extension, name),), {"_rewake_memory": lambda _: HostMemory(extension, blocks, hold)})
         worker = kind()
     awake = STATE_BYTES + KV_BYTES + sum(SIZES)
-    cuda_state(awake)
+    if cuda:
+        cuda_state(awake)
     while True:
         method, arguments = pipe.recv()
         if method == "complete":
@@ -112,6 +117,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     lock = threading.Lock()
     asleep: set[str] = set()  # noqa: RUF012 - the server's state
     hold: str
+    deaf = False
 
     def ask(self, method: str, arguments: Any) -> Any:
         with self.lock:
@@ -119,6 +125,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
             return self.pipe.recv()
 
     def do_GET(self) -> None:
+        if self.path == "/is_sleeping" and self.deaf:
+            self._reply({"detail": "Not Found"}, 404)
+            return
         self._reply({"is_sleeping": bool(self.asleep)} if self.path == "/is_sleeping" else {"status": "ok"})
 
     def do_POST(self) -> None:
@@ -126,9 +135,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         url = urllib.parse.urlsplit(self.path)
         query = urllib.parse.parse_qs(url.query)
         if url.path == "/sleep":
-            if not Path(self.hold + "-deaf").exists():
-                self.ask("sleep", None)
-                self.asleep.update({"weights", "kv_cache"})
+            self.ask("sleep", None)
+            self.asleep.update({"weights", "kv_cache"})
             self._reply({})
         elif url.path == "/wake_up":
             self.ask("wake", query.get("tags"))
@@ -140,6 +148,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self._reply({"success": True})
         elif self.asleep:
             self._reply({"error": "asleep"}, 500)
+        elif Path(self.hold + "-misaligned").exists():
+            print("RuntimeError: CUDA error: misaligned address", flush=True)
+            os.killpg(0, signal.SIGKILL)
         else:
             digest = self.ask("complete", body["prompt"])
             text = " ".join(digest[4 * n : 4 * n + 4] for n in range(body["max_tokens"]))
@@ -160,15 +171,18 @@ def main() -> None:
     parser.add_argument("port", type=int)
     parser.add_argument("hold")
     parser.add_argument("--seed", default="0")
+    parser.add_argument("--no-cuda", action="store_true")
+    parser.add_argument("--deaf", action="store_true")
     parser.add_argument("--enable-sleep-mode", action="store_true")
     parser.add_argument("--worker-extension-cls", default="")
     options = parser.parse_args()
     ours, theirs = multiprocessing.Pipe()
     forks = multiprocessing.get_context("fork")
-    arguments = (theirs, options.seed, options.hold, options.worker_extension_cls)
+    arguments = (theirs, options.seed, options.hold, options.worker_extension_cls, not options.no_cuda)
     forks.Process(target=work, args=arguments, daemon=True).start()
-    Handler.pipe, Handler.hold = ours, options.hold
-    cuda_state(0)
+    Handler.pipe, Handler.hold, Handler.deaf = ours, options.hold, options.deaf
+    if not options.no_cuda:
+        cuda_state(0)
     http.server.ThreadingHTTPServer(("0.0.0.0", options.port), Handler).serve_forever()
 
 

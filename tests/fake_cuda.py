@@ -83,8 +83,11 @@ class FakeStaging:
     def __init__(self, count: int) -> None:
         self.view = memoryview(bytearray(count))
 
-    def copy(self, block: FakeBlock, offset: int, count: int) -> None:
+    def begin(self, block: FakeBlock, offset: int, count: int) -> None:
         os.pwrite(block.fd, self.view[:count], offset)
+
+    def wait(self) -> None:
+        pass
 
 
 class FakeDriver:
@@ -168,6 +171,8 @@ class FakeDriver:
             while (self.folder / f"fault-{op}").exists():
                 time.sleep(0.02)
         elif fault.get("do") == "die":
+            if fault.get("once"):
+                (self.folder / f"fault-{op}").unlink()
             os._exit(7)
         elif "do" in fault:
             raise DriverError(fault["do"], "scripted")
