@@ -53,6 +53,8 @@ class Gpu(_Section):
     they are part of each dump, as those of every other engine are."""
     wait_s: PositiveSeconds = 60.0
     """How long a start waits for GPUs that are free."""
+    suspend_s: Seconds = 0.0
+    """How long a stopped replica is kept asleep in the host's memory, off the GPU, for the next start to resume; 0: never."""
     untested: bool = False
     """Capture this engine on more GPUs than it is known to survive: a driver that cannot may hang for minutes."""
 

@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import queue
+import select
 import socket
 import threading
 import time
@@ -70,11 +71,11 @@ class _Load:
             self._listener.bind(socket_path)
             os.chmod(socket_path, 0o600)
             self._listener.listen(1)
-            self._listener.settimeout(0.2)
         except OSError:
             self._listener.close()
             raise
         self._stop = threading.Event()
+        self._wake, self._woken = socket.socketpair()
         self.loaded = threading.Event()
         self.fault: Exception | None = None
         self.seconds = 0.0
@@ -84,6 +85,8 @@ class _Load:
     def drop(self) -> None:
         """Stop, and wait until the device memory is free."""
         self._stop.set()
+        with contextlib.suppress(OSError):
+            self._wake.send(b"+")
         self._thread.join()
 
     def _run(self) -> None:
@@ -101,7 +104,8 @@ class _Load:
             if self.fault is None:
                 self._serve([block.fd for block in blocks])
         finally:
-            self._listener.close()
+            for end in (self._listener, self._wake, self._woken):
+                end.close()
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._path)
             if device is not None:
@@ -144,11 +148,11 @@ class _Load:
     def _serve(self, fds: Sequence[int]) -> None:
         """Hand the descriptors to whoever asks, until dropped."""
         deadline = time.monotonic() + _SERVE_S
-        while not self._stop.is_set() and time.monotonic() < deadline:
-            try:
-                peer, _ = self._listener.accept()
-            except TimeoutError:
-                continue
+        while not self._stop.is_set() and (left := deadline - time.monotonic()) > 0:
+            ready, _, _ = select.select([self._listener, self._woken], [], [], left)
+            if self._listener not in ready:
+                break
+            peer, _ = self._listener.accept()
             with peer, contextlib.suppress(OSError):
                 peer.settimeout(10.0)
                 peer.sendall(json.dumps({"parts": [count for _, count in self._files]}).encode() + b"\n")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,13 @@ class Gpus:
     facts: GpuFacts | None
     _holders: dict[str, str] = field(default_factory=dict)
     """UUID -> id of the box that has it."""
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def later(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do something that nobody waits for, such as freeing memory. It must not raise."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def lease(self, box: str, count: int, *, need_bytes: int, wait_s: float, prefer: Sequence[str] = ()) -> Placement:
         """Take ``count`` GPUs for a box, each with ``need_bytes`` free; waits for them, at most ``wait_s`` seconds.
@@ -66,13 +73,13 @@ class Gpus:
         deadline = time.monotonic() + wait_s
         order = sorted(known, key=lambda uuid: uuid not in prefer)
         while True:
-            memory = await self.cuda.memory()
-            lacks = {uuid: self._lack(uuid, memory.get(uuid), need_bytes) for uuid in order}
+            found = await self.cuda.memory()
+            lacks = {uuid: self._lack(uuid, found.get(uuid), need_bytes) for uuid in order}
             fit = [uuid for uuid in order if lacks[uuid] is None and uuid not in self._holders][:count]
             if len(fit) == count:
                 for uuid in fit:
                     self._holders[uuid] = box
-                return self._placement(fit, memory)
+                return self._placement(fit, found)
             if time.monotonic() > deadline:
                 why = "; ".join(f"GPU {known.index(uuid)}: {lack}" for uuid, lack in lacks.items() if lack is not None)
                 raise Environment(
@@ -89,10 +96,10 @@ class Gpus:
         mine = await self.cuda.find(pids)
         if not mine:
             return
-        memory = await self.cuda.memory()
+        found = await self.cuda.memory()
         # What cannot be told apart counts as theirs: the host must not run out of memory for the sake of an orderly end.
-        held = sum(int(one["total"]) - int(one["free"]) for uuid, one in memory.items() if uuid in self._holders)
-        if held > _available() // 2:
+        held = sum(int(one["total"]) - int(one["free"]) for uuid, one in found.items() if uuid in self._holders)
+        if held > memory()[1] // 2:
             log.warning("%d bytes of GPU state do not fit into this host's memory; their processes are ended without", held)
             return
         await self.cuda.quiet(mine, lock_s=_END_LOCK_S, within_s=_END_S)
@@ -116,19 +123,19 @@ class Gpus:
             raise Environment("engine.gpu.count asks for a GPU, and the driver on this host knows none; run `rewake doctor`")
         return [gpu.uuid for gpu in self.facts.gpus]
 
-    def _placement(self, uuids: list[str], memory: dict[str, dict[str, Any]]) -> Placement:
+    def _placement(self, uuids: list[str], found: dict[str, dict[str, Any]]) -> Placement:
         known = self._known()
         order = sorted(uuids, key=known.index)
-        return Placement(tuple(order), tuple(map(known.index, order)), min(int(memory[uuid]["free"]) for uuid in order))
+        return Placement(tuple(order), tuple(map(known.index, order)), min(int(found[uuid]["free"]) for uuid in order))
 
-    def _lack(self, uuid: str, memory: dict[str, Any] | None, need_bytes: int) -> str | None:
+    def _lack(self, uuid: str, found: dict[str, Any] | None, need_bytes: int) -> str | None:
         if (holder := self._holders.get(uuid)) is not None:
             return f"leased to {holder}"
-        if memory is None:
+        if found is None:
             return "the driver does not tell its memory"
-        if memory["free"] < need_bytes:
-            users = ", ".join(map(str, memory["pids"])) or "nobody that the driver names"
-            return f"{memory['free'] / _GIB:.1f} GiB free of {need_bytes / _GIB:.1f} GiB needed (used by {users})"
+        if found["free"] < need_bytes:
+            users = ", ".join(map(str, found["pids"])) or "nobody that the driver names"
+            return f"{found['free'] / _GIB:.1f} GiB free of {need_bytes / _GIB:.1f} GiB needed (used by {users})"
         return None
 
 
@@ -153,7 +160,8 @@ def mapping(state: GpuState, placement: Placement, here: GpuFacts) -> list[tuple
     return [] if all(old == new for old, new in pairs.items()) else [(uuid, pairs[uuid]) for uuid in state.uuids]
 
 
-def _available() -> int:
-    """Bytes of memory that this host can give."""
+def memory() -> tuple[int, int]:
+    """(bytes of memory that this host has, bytes that it can give)."""
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    return int(fields["MemAvailable"].split()[0]) << 10
+    total, available = (int(fields[name].split()[0]) << 10 for name in ("MemTotal", "MemAvailable"))
+    return total, available

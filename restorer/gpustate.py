@@ -25,8 +25,8 @@ from restorer import inventory, pagecache
 from restorer.box import Box
 from restorer.cuda import Cuda
 from restorer.engines import HttpEngine
-from restorer.errors import CanaryDiffers, EngineDied, RestorerError, SnapshotError
-from restorer.gpus import MARGIN_BYTES, Placement, mapping
+from restorer.errors import CanaryDiffers, EngineDied, Environment, RestorerError, SnapshotError
+from restorer.gpus import MARGIN_BYTES, Placement, mapping, memory
 from restorer.host import Host, log
 from restorer.instance import Instance, connect, resurrect
 from restorer.stages import Stages
@@ -105,18 +105,30 @@ async def revive(
     state = manifest.gpu
     async with _delivery(host, box, state, placement) as delivery:
         instance = await resurrect(host.criu, box, engine, manifest, folder, stages)
-        pids = await _translated(instance, state.pids)
-        with stages.timed("restore GPU") as stage:
-            assert host.facts.gpu is not None
-            stage.bytes = state.state_bytes
-            await host.cuda.thaw(pids, mapping(state, placement, host.facts.gpu), within_s=_DRIVER_S)
-        async with connect(instance) as client:
-            with stages.timed("weights") as stage:
-                stage.bytes = sum(one.bytes for one in state.weights)
-                stage.tier = await _return_weights(delivery, engine, client, state.weights)
-            with stages.timed("wake"):
-                await engine.wake(client)
+        await _awaken(host, instance, state, placement, delivery, stages)
     return instance
+
+
+async def resume(host: Host, instance: Instance, state: GpuState, placement: Placement, stages: Stages) -> None:
+    """Undo :func:`rest`, on whatever GPUs it has now; it may be asked afterwards. Raises what :func:`revive` does."""
+    async with _delivery(host, instance.box, state, placement) as delivery:
+        await _awaken(host, instance, state, placement, delivery, stages)
+
+
+async def _awaken(
+    host: Host, instance: Instance, state: GpuState, placement: Placement, delivery: _Delivery, stages: Stages
+) -> None:
+    pids = await _translated(instance, state.pids)
+    with stages.timed("restore GPU") as stage:
+        assert host.facts.gpu is not None
+        stage.bytes = state.state_bytes
+        await host.cuda.thaw(pids, mapping(state, placement, host.facts.gpu), within_s=_DRIVER_S)
+    async with connect(instance) as client:
+        with stages.timed("weights") as stage:
+            stage.bytes = sum(one.bytes for one in state.weights)
+            stage.tier = await _return_weights(delivery, instance.engine, client, state.weights)
+        with stages.timed("wake"):
+            await instance.engine.wake(client)
 
 
 def need_bytes(state: GpuState) -> int:
@@ -134,6 +146,8 @@ class _Delivery:
     """As the engine sees them; empty: it reads the files."""
     names: list[str]
     loads: list[asyncio.Task[object]]
+    roomy: bool = False
+    """The engine fits beside what the helper holds, so that nobody need wait until that is free."""
 
     async def sources(self) -> tuple[list[dict[str, object]], str]:
         """(what to ask of each worker, from where the bytes come); waits until they are there."""
@@ -171,6 +185,7 @@ async def _delivery(host: Host, box: Box, state: GpuState, placement: Placement)
     # Twice for a moment: in the helper, and in the engine.
     twice = state.state_bytes // max(1, len(state.used)) + 2 * largest + MARGIN_BYTES
     if files and twice <= placement.free_bytes and len(files) == len(placement.uuids):
+        delivery.roomy = need_bytes(state) + largest + MARGIN_BYTES <= placement.free_bytes
         for rank, (uuid, parts) in enumerate(zip(placement.uuids, files, strict=True)):
             socket = f"weights-{rank}.sock"
             delivery.names.append(f"{box.id}-{rank}")
@@ -179,8 +194,11 @@ async def _delivery(host: Host, box: Box, state: GpuState, placement: Placement)
             delivery.loads.append(asyncio.create_task(load))
     try:
         yield delivery
-    finally:
+    except BaseException:
         await asyncio.shield(delivery.end())
+        raise
+    # Freeing takes a moment that nobody has to wait for; a lease asks for free memory, not for its turn.
+    host.gpus.later(delivery.end())
 
 
 async def _return_weights(
@@ -191,7 +209,8 @@ async def _return_weights(
         return None
     sources, tier = await delivery.sources()
     found = await engine.import_weights(client, sources)
-    await delivery.end()
+    if not delivery.roomy:
+        await delivery.end()
     wanted = [tuple(run.fingerprint for run in one.allocations) for one in weights]
     for rank, (expected, got) in enumerate(zip(wanted, found, strict=True)):
         wrong = [number for number, pair in enumerate(zip(expected, got, strict=False)) if pair[0] != pair[1]]
@@ -240,6 +259,9 @@ async def _sleep(host: Host, donor: Instance, pids: Sequence[int], weights: tupl
         async with connect(donor) as client:
             await donor.engine.sleep(client)
     asleep_free = await _free(host, used)
+    taken = sum(int(one["total"]) - int(one["free"]) for uuid, one in (await host.cuda.memory()).items() if uuid in used)
+    if taken > (available := memory()[1]):
+        raise Environment(f"{taken} bytes of GPU state do not fit into the host's memory, of which {available} bytes are free")
     with stages.timed("freeze GPU") as stage:
         await host.cuda.freeze(pids, lock_s=LOCK_S, within_s=_DRIVER_S)
         frozen = await _free(host, used)
@@ -266,6 +288,22 @@ async def _wake_donor(host: Host, donor: Instance, pids: Sequence[int], weights:
             await donor.engine.wake(client)
     except RestorerError as error:
         raise EngineDied(f"the donor does not serve any more: its GPU state could not be put back: {error}") from error
+
+
+async def rest(host: Host, instance: Instance, stages: Stages) -> GpuState:
+    """Put an engine to sleep and move its GPU state into its memory; its process lives on.
+
+    Raises:
+        Environment: the state does not fit into the host's memory. Otherwise as for :func:`asleep`; it is to be ended then.
+    """
+    _may_be_captured(host, instance.engine)
+    pids = await host.cuda.find(await _pids(instance))
+    if not pids:
+        raise SnapshotError("no process of the engine uses CUDA")
+    async with connect(instance) as client:
+        await instance.engine.quiesce(client)
+    weights = await _export(host, instance)
+    return await _sleep(host, instance, pids, weights, stages)
 
 
 async def settle(instance: Instance) -> None:

@@ -37,6 +37,7 @@ from restorer.integrity import verify_files
 from restorer.jobs import Claim, LeaseLost, Outcome, StoreUnavailable, demand
 from restorer.replicas import Replicas
 from restorer.stages import Stages
+from restorer.suspended import Suspended
 
 EXIT_FAILED, EXIT_HOST = 1, 3
 """What the command line exits with."""
@@ -75,6 +76,12 @@ class Attempt:
         await self.host.jobs.write(record, self.claim)
         self.record = record
 
+    async def amend(self, **changes: Any) -> None:
+        """Write the record with changes that are no event; raises LeaseLost when the claim is gone."""
+        record = self.record.model_copy(update={"updated_ms": time.time_ns() // 1_000_000, **changes})
+        await self.host.jobs.write(record, self.claim)
+        self.record = record
+
     async def still_wanted(self) -> None:
         """The last exit before the point of no return; raises Cancelled when demand asked for this and is gone."""
         if self.claim.job.reason == "demand" and demand(await self.host.jobs.gateways(), self.record.model) == 0:
@@ -97,7 +104,9 @@ async def start(host: Host, claim: Claim, replicas: Replicas) -> None:
             match = await asyncio.to_thread(host.match, claim.job.model)
         await attempt.still_wanted()
         if match.manifest is not None and host.criu is not None:
-            instance = await _restored_or_cold(attempt, match, match.manifest)
+            instance = await _resumed(attempt, match, match.manifest, replicas.suspended)
+            if instance is None:
+                instance = await _restored_or_cold(attempt, match, match.manifest)
         else:
             why = match.why if host.criu is not None else host.capability
             if model.on_no_snapshot == "reject":
@@ -118,6 +127,49 @@ def _bounded(claim: Claim, most: int) -> None:
     """A failed try is counted when it fails; one that took the restorer with it has to be counted here."""
     if claim.attempts > most:
         raise Environment(f"it was begun {most} times, and each time the restorer ended before it; see the restorer's log")
+
+
+async def _resumed(attempt: Attempt, match: Match, manifest: Manifest, suspended: Suspended) -> Instance | None:
+    """The suspended engine of this model, awake on a GPU and proved like a restored one; None: there is none that can."""
+    model = attempt.record.model
+    resting = await suspended.take(model, match)
+    if resting is None:
+        return None
+    box, instance = resting.box, resting.instance
+    try:
+        placement = await _placed(attempt, box, resting.state)
+    except BaseException:
+        suspended.put_back(model, resting)
+        raise
+    assert placement is not None
+    lives = int(box.facts.get("lives", 1)) + 1
+    box.remember(lives=lives)
+    try:
+        await attempt.advance(Event.RESTORE, snapshot=manifest.id, incarnation=f"{box.id}-{lives}", start="resumed")
+        await gpustate.resume(attempt.host, instance, resting.state, placement, attempt.stages)
+        await _proved(attempt, instance, manifest)
+        await attempt.advance(Event.UP)
+        return instance
+    except (LeaseLost, StoreUnavailable):
+        await asyncio.shield(attempt.host.discard(box))
+        raise
+    except RestorerError as error:
+        # Not the snapshot's fault, whatever it was.
+        log.warning("the suspended engine of %s cannot be resumed, and is ended: %s", model, error)
+        await asyncio.shield(attempt.host.discard(box))
+        return None
+    except BaseException:
+        await asyncio.shield(attempt.host.discard(box))
+        raise
+
+
+async def _proved(attempt: Attempt, instance: Instance, manifest: Manifest) -> None:
+    """It repeats the donor's answers; raises CanaryDiffers otherwise."""
+    with attempt.stages.timed("canary"):
+        async with connect(instance) as client:
+            verdict = await canary.check(client, attempt.engine, manifest.canary)
+    if not verdict.equal:
+        raise CanaryDiffers(f"the replica does not repeat its donor's answers: {verdict.difference}")
 
 
 async def _restored_or_cold(attempt: Attempt, match: Match, manifest: Manifest) -> Instance:
@@ -144,16 +196,17 @@ async def _restored(attempt: Attempt, manifest: Manifest) -> Instance:
     box = await host.boxes.take()
     try:
         placement = await _placed(attempt, box, manifest.gpu)
-        await attempt.still_wanted()
-        await attempt.advance(Event.RESTORE, snapshot=manifest.id, incarnation=box.id, start="restored")
+        changes = {"snapshot": manifest.id, "incarnation": box.id, "start": "restored"}
+        if attempt.record.state is State.MATCHING:
+            await attempt.still_wanted()
+            await attempt.advance(Event.RESTORE, **changes)
+        else:
+            # A suspended engine was tried first, and the point of no return is passed.
+            await attempt.amend(**changes)
         folder = host.snapshots.folder(manifest.id)
         instance = await gpustate.revive(host, box, attempt.engine, manifest, folder, attempt.stages, placement)
         await attempt.advance(Event.UP)
-        with attempt.stages.timed("canary"):
-            async with connect(instance) as client:
-                verdict = await canary.check(client, attempt.engine, manifest.canary)
-        if not verdict.equal:
-            raise CanaryDiffers(f"the replica does not repeat its donor's answers: {verdict.difference}")
+        await _proved(attempt, instance, manifest)
         return instance
     except (EngineDied, EngineNotReady) as error:
         words = last_words(box)

@@ -188,6 +188,7 @@ class Worker:
                     )
                 )
                 await self._replicas.park_idle()
+                await self._replicas.suspended.expire()
             except StoreUnavailable as error:
                 log.warning("%s", error)
             tick += 1

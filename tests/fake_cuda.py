@@ -2,7 +2,8 @@
 
 FOLDER/facts.json is what NVML would say (and ``total_bytes``); FOLDER/calls gets a line for each step, in order; a file
 FOLDER/fault-OP scripts a fault of that step (JSON: ``do``: ``hang`` or an error's name; ``state``: claim success and be in
-that state; ``pid``: only for the process with this number inside its box; ``after``: spare that many first).
+that state; ``pid``: only for the process with this number inside its box; ``after``: spare so many first; ``first``: then only
+so many; ``once``: with ``die``, never again).
 
 The state of a process lies where the process could keep it: in its own HOME, which is part of a snapshot. So a restored
 process is as checkpointed as its images say. Device memory is a memory file.
@@ -165,7 +166,7 @@ class FakeDriver:
         if fault.get("pid") not in (None, inner):
             return None
         self._seen[op] = self._seen.get(op, 0) + 1
-        if self._seen[op] <= fault.get("after", 0):
+        if not fault.get("after", 0) < self._seen[op] <= fault.get("after", 0) + fault.get("first", 1 << 30):
             return None
         if fault.get("do") == "hang":
             while (self.folder / f"fault-{op}").exists():

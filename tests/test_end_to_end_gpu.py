@@ -65,6 +65,7 @@ def system(place: Path) -> Iterator[Installation]:
         "broken": gpu_model(place, "--seed", "8"),
         "wide": gpu_model(place, gpu={"count": 2}, snapshot={"create": "auto"}),
         "idle": gpu_model(place, "--no-cuda"),
+        "nap": gpu_model(place, "--seed", "10", gpu={"suspend_s": 6}),
         "deaf": gpu_model(place, "--seed", "9", "--deaf", snapshot={"create": "auto"}),
     }
     system = Installation(place, network(19), models, gpu_helper=helper, failure_backoff_s=0.1, max_attempts=1)
@@ -89,8 +90,7 @@ def nothing_is_left_on_the_gpu(place: Path, system: Installation) -> Iterator[No
     for one in {replica["model"] for replica in system.admin("replicas")["replicas"] if replica["state"] == "admitted"}:
         system.park(one)
     eventually(system.nothing_half_made, "what was half-made to be gone")
-    driver = fake_cuda.FakeDriver(place / "cuda")
-    assert {gpu["free"] for gpu in driver.memory().values()} == {8 << 30}
+    assert set(free(place).values()) == {8 << 30}
     assert not list(place.glob("state/weights/.staging-*"))
 
 
@@ -102,6 +102,11 @@ def calls(place: Path, *verbs: str) -> list[list[str]]:
     path = place / "cuda/calls"
     lines = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
     return [line for line in lines if not verbs or line[0] in verbs]
+
+
+def free(place: Path) -> dict[str, int]:
+    """Bytes free on each GPU."""
+    return {uuid: gpu["free"] for uuid, gpu in fake_cuda.FakeDriver(place / "cuda").memory().items()}
 
 
 def state_of(folder: Path) -> GpuState:
@@ -127,6 +132,24 @@ def stages(replica: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def apart(system: Installation) -> Path:
     """Folder of the snapshot of the model ``apart``."""
     return system.snapshot("apart")
+
+
+@pytest.fixture(scope="module")
+def other(system: Installation) -> Path:
+    """One of a model with other weights."""
+    return system.snapshot("other")
+
+
+@pytest.fixture(scope="module")
+def twin(system: Installation, apart: Path) -> Path:
+    """One of a model with the weights of ``apart``."""
+    return system.snapshot("twin")
+
+
+@pytest.fixture(scope="module")
+def nap(system: Installation) -> Path:
+    """One of a model that is suspended when it is stopped."""
+    return system.snapshot("nap")
 
 
 # ---------------------------------------------------------------- as it should be
@@ -156,12 +179,12 @@ def test_three_restores_in_a_row_are_equal(system: Installation, apart: Path) ->
     assert len(texts) == 1
 
 
-def test_two_snapshots_with_equal_weights_share_them(system: Installation, apart: Path, place: Path) -> None:
-    before = set(os.listdir(place / "state/weights"))
-    assert state_of(system.snapshot("twin")).weights == state_of(apart).weights
-    assert set(os.listdir(place / "state/weights")) == before
-    assert state_of(system.snapshot("other")).weights != state_of(apart).weights
-    assert len(os.listdir(place / "state/weights")) == len(before) + 1
+def test_two_snapshots_with_equal_weights_share_them(apart: Path, twin: Path, other: Path, place: Path) -> None:
+    assert twin != apart
+    assert state_of(twin).weights == state_of(apart).weights != state_of(other).weights
+    digests = {one.digest for folder in (apart, twin, other) for one in state_of(folder).weights}
+    assert len(digests) == 2
+    assert digests <= set(os.listdir(place / "state/weights"))
 
 
 def test_weights_can_be_left_in_the_dump(system: Installation) -> None:
@@ -181,16 +204,17 @@ def test_the_first_cold_start_is_captured_and_serves_on(system: Installation) ->
     assert system.complete("auto").json() == answer.json()
 
 
-def test_a_gpu_that_is_taken_is_left_for_another_and_every_gpu_is_mapped(system: Installation, apart: Path, place: Path) -> None:
+@pytest.mark.usefixtures("apart", "other")
+def test_a_gpu_that_is_taken_is_left_for_another_and_every_gpu_is_mapped(system: Installation, place: Path) -> None:
     system.complete("other")  # nobody holds GPU 0 but this
     restored(system, "apart")
     moves = [line[2:] for line in calls(place, "restore")[-2:]]
     assert moves == [["GPU-0=GPU-1", "GPU-1=GPU-0"]] * 2
-    driver = fake_cuda.FakeDriver(place / "cuda")
-    assert all(one["free"] < 8 << 30 for one in driver.memory().values())
+    assert max(free(place).values()) < 8 << 30
 
 
-def test_a_start_without_a_free_gpu_waits_and_then_says_who_has_them(system: Installation, apart: Path) -> None:
+@pytest.mark.usefixtures("apart", "other", "twin")
+def test_a_start_without_a_free_gpu_waits_and_then_says_who_has_them(system: Installation) -> None:
     restored(system, "apart")
     system.complete("other")
     answer = system.complete("twin")
@@ -198,7 +222,8 @@ def test_a_start_without_a_free_gpu_waits_and_then_says_who_has_them(system: Ins
     assert "no 1 free GPU(s) within 5 s: GPU 0: leased to " in answer.text
 
 
-def test_a_start_gets_the_gpu_that_becomes_free_while_it_waits(system: Installation, apart: Path) -> None:
+@pytest.mark.usefixtures("apart", "other", "twin")
+def test_a_start_gets_the_gpu_that_becomes_free_while_it_waits(system: Installation) -> None:
     restored(system, "apart")
     system.complete("other")
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -208,15 +233,80 @@ def test_a_start_gets_the_gpu_that_becomes_free_while_it_waits(system: Installat
         assert waiting.result().status_code == 200
 
 
-def test_leases_outlive_the_restorer(system: Installation, apart: Path, place: Path) -> None:
+@pytest.mark.usefixtures("apart", "other")
+def test_leases_outlive_the_restorer(system: Installation, place: Path) -> None:
     restored(system, "apart")
     system.kill_restorer()
     eventually(lambda: system.replicas("apart"), "found again")
     begun = len(calls(place))
     system.complete("other")
     assert not [line for line in calls(place)[begun:] if line[0] == "lock" and "GPU-0" in line]
-    driver = fake_cuda.FakeDriver(place / "cuda")
-    assert all(one["free"] < 8 << 30 for one in driver.memory().values())
+    assert max(free(place).values()) < 8 << 30
+
+
+# ---------------------------------------------------------------- suspended in the host's memory
+
+
+def test_a_stopped_engine_is_suspended_and_resumed_as_another_incarnation(system: Installation, place: Path, nap: Path) -> None:
+    first = restored(system, "nap")
+    text = system.complete("nap").json()["choices"][0]["text"]
+    restores = system.calls("restore")
+    system.park("nap")
+    box = first["incarnation"]
+    assert len(system.engines(box)) == 2, "its processes live on"
+    assert set(free(place).values()) == {8 << 30}
+    answer = system.complete("nap")
+    assert (answer.status_code, answer.headers["x-rewake-start"]) == (200, "resumed")
+    assert answer.headers["x-rewake-incarnation"] == f"{box}-2"
+    assert answer.json()["choices"][0]["text"] == text
+    assert system.calls("restore") == restores
+    (again,) = system.replicas("nap")
+    assert list(stages(again)) == ["match", "lease GPU", "restore GPU", "weights", "wake", "canary"]
+    assert "answered" not in system.cli("logs", f"{box}-2").stderr
+
+
+@pytest.mark.usefixtures("apart", "other", "nap")
+def test_models_swap_on_the_gpus_while_one_sleeps(system: Installation, place: Path) -> None:
+    restored(system, "nap")
+    system.park("nap")
+    restored(system, "apart")
+    system.complete("other")
+    # Both GPUs are taken now: what sleeps has to wait for one, and wakes on whichever that is.
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(system.complete, "nap")
+        eventually(lambda: system.replicas("nap", "matching"), "it waits for a GPU")
+        system.park("other")
+        assert waiting.result().headers["x-rewake-start"] == "resumed"
+
+
+@pytest.mark.usefixtures("nap")
+def test_a_suspended_engine_that_cannot_be_resumed_gives_way_to_its_snapshot(system: Installation, place: Path) -> None:
+    restored(system, "nap")
+    system.park("nap")
+    fault(place, "restore", do="CUDA_ERROR_UNKNOWN", first=1)
+    restored(system, "nap")
+
+
+def test_a_suspended_engine_that_died_gives_way_to_its_snapshot(system: Installation, nap: Path) -> None:
+    replica = restored(system, "nap")
+    system.park("nap")
+    for pid in system.engines(replica["incarnation"]):
+        os.kill(pid, signal.SIGKILL)
+    restored(system, "nap")
+
+
+def test_a_suspended_engine_ends_when_its_time_is_over(system: Installation, nap: Path) -> None:
+    replica = restored(system, "nap")
+    system.park("nap")
+    eventually(lambda: not system.engines(replica["incarnation"]), "it is ended", within=15)
+
+
+def test_a_suspended_engine_is_no_replica_to_the_next_restorer(system: Installation, nap: Path) -> None:
+    replica = restored(system, "nap")
+    system.park("nap")
+    system.kill_restorer()
+    eventually(system.ready, "ready")
+    eventually(lambda: not system.engines(replica["incarnation"]), "it is removed", within=5)
 
 
 # ---------------------------------------------------------------- the cases
@@ -415,7 +505,7 @@ def test_what_runs_is_said_as_it_is_run(system: Installation, apart: Path) -> No
     assert manifest_of(apart).profile.gpus == 1
 
 
-def test_weights_that_no_snapshot_names_go_when_the_restorer_starts(system: Installation, place: Path) -> None:
+def test_weights_that_no_snapshot_names_go_when_the_restorer_starts(system: Installation, other: Path, place: Path) -> None:
     folder = next(
         path for path in (place / "state/snapshots").glob("*/manifest.json") if manifest_of(path.parent).profile.model == "other"
     )
