@@ -121,20 +121,38 @@ async def resurrect(criu: Criu, box: Box, engine: HttpEngine, manifest: Manifest
             stage.bytes += await asyncio.to_thread(lay_tree, folder / "scratch" / str(number), targets[name])
     images = folder / "images"
     bulk = await asyncio.to_thread(pages.taken_out, images)
-    with stages.timed("restore processes") as stage:
-        files = [*images.glob("pages-*.img"), *(bulk.paths if bulk else ())]
-        stage.tier = await asyncio.to_thread(pagecache.tier, files)
-        stage.bytes = sum(path.stat().st_blocks * 512 for path in images.iterdir()) - (bulk.bytes if bulk else 0)
-        await criu.restore(box, images, (*manifest.criu_options, *(("--leave-stopped",) if bulk else ())))
-    pid = box.host_pid(manifest.root_pid)
-    if pid is None:
-        raise EngineDied(f"the restored engine ended at once; its log ends: {last_words(box)}")
-    if bulk is not None:
-        with stages.timed("fill memory") as filled:
-            filled.bytes, filled.tier = bulk.bytes, stage.tier
-            await asyncio.to_thread(bulk.put_back, await asyncio.to_thread(inventory.numbers, pid))
-            await criu.thaw(box)
+    async with _filling(bulk) as (filling, prepared):
+        with stages.timed("restore processes") as stage:
+            files = [*images.glob("pages-*.img"), *(bulk.paths if bulk else ())]
+            stage.tier = await asyncio.to_thread(pagecache.tier, files)
+            stage.bytes = sum(path.stat().st_blocks * 512 for path in images.iterdir()) - (bulk.bytes if bulk else 0)
+            await criu.restore(box, images, (*manifest.criu_options, *(("--leave-stopped",) if bulk else ())))
+        pid = box.host_pid(manifest.root_pid)
+        if pid is None:
+            raise EngineDied(f"the restored engine ended at once; its log ends: {last_words(box)}")
+        if bulk is not None and filling is not None:
+            with stages.timed("fill memory") as filled:
+                filled.bytes, filled.tier = bulk.bytes, stage.tier
+                await prepared
+                await asyncio.to_thread(filling.put_back, await asyncio.to_thread(inventory.numbers, pid))
+                await criu.thaw(box)
     return Instance(box, engine, manifest.root_pid, pid)
+
+
+@contextlib.asynccontextmanager
+async def _filling(bulk: pages.Bulk | None) -> AsyncIterator[tuple[pages.Filling | None, asyncio.Future[None]]]:
+    """What puts big memory back, and the first step of it under way; nothing of it is left when this ends."""
+    if bulk is None:
+        yield None, asyncio.get_running_loop().create_future()
+        return
+    filling = pages.Filling(bulk)
+    preparing = asyncio.create_task(asyncio.to_thread(filling.prepare))
+    try:
+        yield filling, preparing
+    finally:
+        filling.stop()
+        await asyncio.shield(asyncio.gather(preparing, return_exceptions=True))
+        await asyncio.shield(asyncio.to_thread(filling.close))
 
 
 def _died(instance: Instance) -> EngineDied:

@@ -91,6 +91,17 @@ _LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
+class _Batch(NamedTuple):
+    """What one call writes."""
+
+    start: int
+    """In the file; with ``span`` the bytes of it that are needed."""
+    span: int
+    here: ctypes.Array[_Vec]
+    there: ctypes.Array[_Vec]
+    size: int
+
+
 @dataclass(frozen=True, slots=True)
 class Bulk:
     """What was taken out of one snapshot's images."""
@@ -101,40 +112,63 @@ class Bulk:
     @property
     def bytes(self) -> int:
         """Bytes to put back; zeros are not among them."""
-        return sum(count for process in self.plan.processes for _, count, _ in process.runs)
+        return sum(size for process in self.plan.processes for _, size, _ in process.runs)
 
     @property
     def paths(self) -> tuple[Path, ...]:
         """The files they are read from."""
         return tuple(self.folder / process.file for process in self.plan.processes)
 
-    def put_back(self, pids: Mapping[int, int], threads: int | None = None) -> None:
-        """Fill the memory of a restored tree that has not run yet. Blocks.
+
+class Filling:
+    """The way of big memory back into one restored tree, in two steps, so that the first can be done while CRIU works.
+
+    Args:
+        threads: default: one for each processor, at most sixteen.
+    """
+
+    def __init__(self, bulk: Bulk, threads: int | None = None) -> None:
+        self._bulk = bulk
+        self._pool = concurrent.futures.ThreadPoolExecutor(threads or min(16, os.cpu_count() or 1), "fill memory")
+        self._sources: list[_Source] = []
+        self._batches: list[tuple[int, _Source, _Batch]] = []
+
+    def prepare(self) -> None:
+        """Bring everything into this process's reach. Blocks.
+
+        Raises:
+            SnapshotError: a file cannot be mapped, or is shorter than it was.
+        """
+        for process in self._bulk.plan.processes:
+            self._sources.append(source := _Source(self._bulk.folder / process.file))
+            for runs in _batches(itertools.starmap(_Run, process.runs)):
+                self._batches.append((process.pid, source, source.batch(runs)))
+        list(self._pool.map(lambda job: job[1].populate(job[2]), self._batches))
+
+    def put_back(self, pids: Mapping[int, int]) -> None:
+        """Fill the memory of a tree that has not run yet. Blocks.
 
         Args:
             pids: number inside the tree's pid namespace -> number here, of every process.
-            threads: default: one for each processor, at most sixteen.
 
         Raises:
-            EngineDied: a process is gone, or lacks memory that it had. SnapshotError: a file is shorter than it was.
+            EngineDied: a process is gone, or lacks memory that it had.
         """
-        workers = threads or min(16, os.cpu_count() or 1)
-        with concurrent.futures.ThreadPoolExecutor(workers, "fill memory") as pool:
-            sources = []
-            try:
-                jobs: list[concurrent.futures.Future[None]] = []
-                for process in self.plan.processes:
-                    if process.pid not in pids:
-                        raise EngineDied(f"of the restored engine the process {process.pid} is gone")
-                    sources.append(source := _Source(self.folder / process.file))
-                    batches = _batches(itertools.starmap(_Run, process.runs))
-                    jobs += [pool.submit(source.write, pids[process.pid], batch) for batch in batches]
-                for job in jobs:
-                    job.result()
-            finally:
-                pool.shutdown(cancel_futures=True)
-                for source in sources:
-                    source.close()
+        missing = {pid for pid, _, _ in self._batches} - set(pids)
+        if missing:
+            raise EngineDied(f"of the restored engine the processes {sorted(missing)} are gone")
+        list(self._pool.map(lambda job: job[1].write(pids[job[0]], job[2]), self._batches))
+
+    def stop(self) -> None:
+        """Begin nothing any more: steps under way fail with whatever is left of them. At once; idempotent."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def close(self) -> None:
+        """Let go of the threads and the files, when no step is under way. Blocks; idempotent."""
+        self._pool.shutdown(cancel_futures=True)
+        self._batches.clear()
+        while self._sources:
+            self._sources.pop().close()
 
 
 def taken_out(folder: Path) -> Bulk | None:
@@ -316,19 +350,25 @@ class _Source:
     def close(self) -> None:
         _LIBC.munmap(self._base, self._size)
 
-    def write(self, pid: int, batch: Sequence[_Run]) -> None:
-        """Write one batch into a process."""
-        first, last = batch[0].offset, batch[-1].offset + batch[-1].size
+    def batch(self, runs: Sequence[_Run]) -> _Batch:
+        """What one system call takes for these runs."""
+        first, last = runs[0].offset, runs[-1].offset + runs[-1].size
         if last > self._size:
             raise SnapshotError(f"{self._path} is shorter than its plan says; verify the snapshot")
-        # One system call instead of a fault at each page; older kernels do without.
-        _LIBC.madvise(self._base + first, last - first, _POPULATE_READ)
-        here, there = (_Vec * len(batch))(), (_Vec * len(batch))()
-        for number, (address, count, offset) in enumerate(batch):
-            here[number] = _Vec(self._base + offset, count)
-            there[number] = _Vec(address, count)
-        wanted = sum(run.size for run in batch)
-        written = _LIBC.process_vm_writev(pid, here, len(batch), there, len(batch), 0)
-        if written != wanted:
-            said = os.strerror(ctypes.get_errno()) if written < 0 else f"{written} of {wanted} bytes written"
-            raise EngineDied(f"the memory of process {pid} cannot be filled at {batch[0].address:#x}: {said}")
+        here, there = (_Vec * len(runs))(), (_Vec * len(runs))()
+        for number, (address, size, offset) in enumerate(runs):
+            here[number] = _Vec(self._base + offset, size)
+            there[number] = _Vec(address, size)
+        return _Batch(first, last - first, here, there, sum(run.size for run in runs))
+
+    def populate(self, batch: _Batch) -> None:
+        """Map a batch's span with one system call instead of a fault at each page; older kernels do without."""
+        _LIBC.madvise(self._base + batch.start, batch.span, _POPULATE_READ)
+
+    def write(self, pid: int, batch: _Batch) -> None:
+        """Write one batch into a process."""
+        pieces = len(batch.here)
+        written = _LIBC.process_vm_writev(pid, batch.here, pieces, batch.there, pieces, 0)
+        if written != batch.size:
+            said = os.strerror(ctypes.get_errno()) if written < 0 else f"{written} of {batch.size} bytes written"
+            raise EngineDied(f"the memory of process {pid} cannot be filled at {batch.there[0].base:#x}: {said}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -168,6 +169,18 @@ def empty() -> Iterator[tuple[int, int, int]]:
         os.close(reading)
 
 
+@contextlib.contextmanager
+def filling(folder: Path) -> Iterator[pages.Filling]:
+    bulk = pages.taken_out(folder)
+    assert bulk is not None
+    found = pages.Filling(bulk, threads=4)
+    try:
+        found.prepare()
+        yield found
+    finally:
+        found.close()
+
+
 def received(fd: int) -> bytes:
     return b"".join(iter(lambda: os.read(fd, MIB), b""))
 
@@ -187,9 +200,8 @@ def test_memory_is_put_back_as_it_was(tmp_path: Path, empty: tuple[int, int, int
     present.append((start + 26 * MIB, tail))
     dump(tmp_path, [area(start, start + 32 * MIB)], present)
     assert pages.take_out(tmp_path, huge=False) == 2999 * PAGE + 5 * MIB
-    bulk = pages.taken_out(tmp_path)
-    assert bulk is not None
-    bulk.put_back({7: pid}, threads=4)
+    with filling(tmp_path) as found:
+        found.put_back({7: pid})
     os.kill(pid, signal.SIGCONT)
     assert received(reading) == expected
 
@@ -198,12 +210,11 @@ def test_a_process_that_is_gone_or_lacks_the_memory_is_named(tmp_path: Path, emp
     pid, _, _ = empty
     dump(tmp_path, [area(PAGE, PAGE + 2 * MIB)], [(PAGE, b"a" * PAGE)])
     pages.take_out(tmp_path, huge=False)
-    bulk = pages.taken_out(tmp_path)
-    assert bulk is not None
-    with pytest.raises(EngineDied, match="the process 7 is gone"):
-        bulk.put_back({1: pid})
-    with pytest.raises(EngineDied, match=f"memory of process {pid} cannot be filled at 0x1000: Bad address"):
-        bulk.put_back({7: pid})
+    with filling(tmp_path) as found:
+        with pytest.raises(EngineDied, match=r"the processes \[7\] are gone"):
+            found.put_back({1: pid})
+        with pytest.raises(EngineDied, match=f"memory of process {pid} cannot be filled at 0x1000: Bad address"):
+            found.put_back({7: pid})
 
 
 def test_a_plan_that_cannot_be_read_is_the_snapshots_fault(tmp_path: Path) -> None:
@@ -212,13 +223,9 @@ def test_a_plan_that_cannot_be_read_is_the_snapshots_fault(tmp_path: Path) -> No
         pages.taken_out(tmp_path)
 
 
-def test_a_file_that_became_shorter_is_the_snapshots_fault(tmp_path: Path, empty: tuple[int, int, int]) -> None:
-    pid, address, _ = empty
-    start = -(-address // PAGE) * PAGE
-    dump(tmp_path, [area(start, start + 4 * MIB)], [(start, b"a" * 2 * PAGE)])
+def test_a_file_that_became_shorter_is_the_snapshots_fault(tmp_path: Path) -> None:
+    dump(tmp_path, [area(BIG, BIG + 4 * MIB)], [(BIG, b"a" * 2 * PAGE)])
     pages.take_out(tmp_path, huge=False)
     os.truncate(tmp_path / "bulk-3.img", PAGE)
-    bulk = pages.taken_out(tmp_path)
-    assert bulk is not None
-    with pytest.raises(SnapshotError, match="shorter than its plan"):
-        bulk.put_back({7: pid})
+    with pytest.raises(SnapshotError, match="shorter than its plan"), filling(tmp_path):
+        pass
