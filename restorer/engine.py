@@ -23,6 +23,7 @@ TCP_CLOSE = ("--tcp-close",)
 _TCP_INSIDE = ("--tcp-established", "--network-lock", "skip")
 
 _ALONE = {
+    "NCCL_CUMEM_ENABLE": "0",
     "NCCL_CUMEM_HOST_ENABLE": "0",
     "NCCL_NVLS_ENABLE": "0",
     "NCCL_P2P_DISABLE": "1",

@@ -37,7 +37,7 @@ LOCK_S = 30.0
 _DRIVER_S = 180.0
 """For one step of the driver, which moves gigabytes."""
 _LOAD_S = 600.0
-_READERS = 12
+_READERS = 16
 _SETTLE_S = 15.0
 
 
@@ -151,7 +151,6 @@ class _Delivery:
 
     async def sources(self) -> tuple[list[dict[str, object]], str]:
         """(what to ask of each worker, from where the bytes come); waits until they are there."""
-        tier = await asyncio.to_thread(pagecache.tier, [path for files in self.files for path, _ in files])
         if self.loads:
             results = await asyncio.gather(*self.loads, return_exceptions=True)
             faults = [result for result in results if isinstance(result, BaseException)]
@@ -161,6 +160,7 @@ class _Delivery:
                 raise faults[0]
             log.warning("the engine reads its weights itself, which takes longer: %s", faults[0])
             await self.end()
+        tier = await asyncio.to_thread(pagecache.tier, [path for files in self.files for path, _ in files])
         return [{"files": [[str(path), count] for path, count in files]} for files in self.files], tier
 
     async def end(self) -> None:
