@@ -137,7 +137,7 @@ def _profile(donor: Profile, here: Profile) -> Iterable[Mismatch]:
     for field in ("model", "engine", "command", "port", "gpus"):
         expected, found = getattr(donor, field), getattr(here, field)
         if expected != found:
-            yield Mismatch(f"profile.{field}", _show(expected), _show(found), remedy)
+            yield Mismatch(f"profile.{field}", _show(expected or "none"), _show(found or "none"), remedy)
     for field in ("env", "weights"):
         expected, found = getattr(donor, field), getattr(here, field)
         for key in sorted(expected.keys() | found.keys()):
