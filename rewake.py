@@ -227,7 +227,8 @@ def logs(
             incarnation = str(admin.replica(replica)["incarnation"])
     if not _SAFE.fullmatch(incarnation):
         raise Failed(f"{replica} does not run, so it has no log")
-    path = boxes / incarnation / "private" / "engine.log"
+    # An engine that was suspended in between has had several incarnations in one box.
+    path = boxes / incarnation.partition("-")[0] / "private" / "engine.log"
     try:
         # The engine can write to that folder: a link in it could lead anywhere.
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:

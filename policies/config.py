@@ -35,10 +35,26 @@ Network = Annotated[str, AfterValidator(_network)]
 """An IPv4 or IPv6 network, such as ``10.0.0.0/8``."""
 
 
+class Gpu(Section):
+    """What an engine has of the host's GPUs."""
+
+    count: Annotated[int, Field(ge=0, le=64)] = 0
+    """GPUs that are leased to each replica, and that it alone sees; 0: it runs on the CPU."""
+    weights: Literal["apart", "dump"] = "apart"
+    """``apart``: vLLM's weights are stored once beside its snapshots, and copied back while the rest is restored. ``dump``:
+    they are part of each dump, as those of every other engine are."""
+    wait_s: PositiveSeconds = 60.0
+    """How long a start waits for GPUs that are free."""
+    suspend_s: Seconds = 0.0
+    """How long a stopped replica is kept asleep in the host's memory, off the GPU, for the next start to resume; 0: never."""
+    untested: bool = False
+    """Capture this engine on more GPUs than it is known to survive: a driver that cannot may hang for minutes."""
+
+
 class Engine(Section):
     """How one engine is started and spoken to."""
 
-    kind: Literal["llama-server", "vllm", "http"]
+    kind: Literal["llama-server", "vllm", "sglang", "http"]
     """Which adapter speaks to it; ``http`` is any server with an OpenAI-compatible ``/v1/completions``."""
     command: Annotated[tuple[str, ...], Field(min_length=1)]
     """argv; the first element is an absolute path. The engine must listen on 0.0.0.0 at :attr:`port`."""
@@ -48,6 +64,7 @@ class Engine(Section):
     health_path: Annotated[str, Field(pattern="^/")] = "/health"
     ready_timeout_s: PositiveSeconds = 1800.0
     """A cold start that takes longer has failed."""
+    gpu: Gpu = Gpu()
 
     @field_validator("command")
     @classmethod
@@ -188,6 +205,8 @@ class Restorer(Section):
     """The CRIU binary (>= 4.2), a path or a name on PATH."""
     criu_timeout_s: PositiveSeconds = 120.0
     """A CRIU call that takes longer is killed together with its namespaces."""
+    gpu_helper: tuple[str, ...] = ()
+    """argv of the process that speaks to the GPU driver; empty: Rewake's own, under this Python."""
     network: str = "198.18.0.0/16"
     """IPv4 network out of which each replica gets a /30 of its own; must not overlap a network this host talks to."""
     parallel_starts: Count = 3

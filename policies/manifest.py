@@ -8,9 +8,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model_serializer
 
 FORMAT = 1
 """Manifest format; a reader refuses a format it does not know."""
@@ -18,6 +18,39 @@ FORMAT = 1
 
 class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    OPTIONAL: ClassVar[frozenset[str]] = frozenset()
+    """Fields left out of the encoding while they are None: snapshots made before there were such keep their names."""
+
+    @model_serializer(mode="wrap")
+    def _encoded(self, encode: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        found: dict[str, Any] = encode(self)
+        return {name: value for name, value in found.items() if value is not None or name not in self.OPTIONAL}
+
+
+class Gpu(_Record):
+    """One GPU that the driver knows."""
+
+    uuid: str
+    """``GPU-`` and a UUID, as the driver's tools write it."""
+    name: str | None
+    memory_bytes: int | None
+    compute: str | None
+    """Compute capability, such as ``9.0``."""
+    mig: bool | None
+    """It is split into instances, which cannot be checkpointed."""
+    persistence: bool | None
+
+
+class GpuFacts(_Record):
+    """What a host's NVIDIA driver says of itself and its GPUs."""
+
+    driver: str | None
+    """Version of the kernel driver."""
+    mps: bool | None
+    """A multi-process service runs, whose clients cannot be checkpointed."""
+    gpus: tuple[Gpu, ...] | None
+    """Every GPU, in the order of the PCI bus."""
 
 
 class HostFacts(_Record):
@@ -34,6 +67,10 @@ class HostFacts(_Record):
     criu_version: str | None
     criu_sha256: str | None
     page_size: int | None
+    gpu: GpuFacts | None = None
+    """None: no NVIDIA driver is here."""
+
+    OPTIONAL = frozenset({"gpu"})
 
 
 class Profile(_Record):
@@ -46,6 +83,10 @@ class Profile(_Record):
     port: int
     weights: Mapping[str, str]
     """Path to SHA-256, for every file under the model's ``weights``."""
+    gpus: int | None = None
+    """How many GPUs a replica has; None: it runs on the CPU."""
+
+    OPTIONAL = frozenset({"gpus"})
 
     @property
     def digest(self) -> str:
@@ -82,6 +123,52 @@ class Exchange(_Record):
     tokens: int
 
 
+class WeightsPart(_Record):
+    """One file of a weights set."""
+
+    name: str
+    bytes: int
+    sha256: str
+
+
+class Allocation(_Record):
+    """One run of device memory that holds weights."""
+
+    bytes: int
+    fingerprint: str
+    """Hex; computed by the GPU over the content, and compared after every restore."""
+
+
+class Weights(_Record):
+    """The weights of one worker, apart from the snapshots that use them: its allocations one after another, cut into parts."""
+
+    digest: str
+    """SHA-256 (hex) of the parts' hashes and the allocations: the name of the set's folder, shared by every snapshot of it."""
+    parts: tuple[WeightsPart, ...]
+    allocations: tuple[Allocation, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(part.bytes for part in self.parts)
+
+
+class GpuState(_Record):
+    """The GPU side of a snapshot: what of it lies in the dump, and what apart."""
+
+    pids: tuple[int, ...]
+    """The processes that use CUDA, as numbered within the box."""
+    uuids: tuple[str, ...]
+    """Every GPU that the driver knew, in its order: a restore onto another GPU must map them all."""
+    used: tuple[str, ...]
+    """Those of them that were the donor's."""
+    state_bytes: int
+    """Device memory that the CUDA state in the dump takes again, on all GPUs together."""
+    awake_bytes: int
+    """Device memory of the whole engine when it serves."""
+    weights: tuple[Weights, ...]
+    """One for each worker, by rank; empty: the weights are in the dump."""
+
+
 class Manifest(_Record):
     """The commit marker of a snapshot: it exists only if every object it names is whole and durable."""
 
@@ -106,6 +193,10 @@ class Manifest(_Record):
     """Allocated bytes of all objects: what the snapshot costs on disk."""
     bytes_written: int
     """Bytes handed to the file system while it was made."""
+    gpu: GpuState | None = None
+    """None: the engine used no GPU."""
+
+    OPTIONAL = frozenset({"gpu"})
 
     @property
     def id(self) -> str:

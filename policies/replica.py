@@ -139,7 +139,8 @@ class Replica(BaseModel):
     """Changes at every start; traffic, pools and headers go by it."""
     address: str = ""
     port: int = 0
-    start: Literal["restored", "cold"] | None = None
+    start: Literal["restored", "resumed", "cold"] | None = None
+    """From a snapshot, from suspension in the host's memory, or by its command."""
     snapshot: str | None = None
     concurrency: int = 1
     reason: str = ""

@@ -8,52 +8,80 @@ turned the rehearsal off.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from policies.manifest import Exchange, Manifest, MappedFile, Profile
-from restorer import canary, inventory
+from policies.manifest import Exchange, GpuState, Manifest, MappedFile, Profile
+from restorer import canary, gpustate, inventory, pages
 from restorer.box import Box
-from restorer.criu import Criu
-from restorer.engines import HttpEngine
 from restorer.errors import CanaryDiffers, EngineDied, SnapshotError
+from restorer.files import disk_space
 from restorer.host import Host
-from restorer.instance import Instance, connect, resurrect
+from restorer.instance import Instance, connect
 from restorer.snapshots import Staging, capture_tree
 from restorer.stages import Stages
 
 _QUIET_S = 10.0
+_MANY_CORES = 8
+"""From so many on, and for engines on a GPU, memory is filled by many threads rather than by CRIU; with few it gains nothing."""
 GHOST_LIMIT = 256 << 20
 
 
-async def capture(host: Host, donor: Instance, profile: Profile, cold_start_s: float, stages: Stages) -> Manifest:
+async def capture(
+    host: Host, donor: Instance, profile: Profile, cold_start_s: float, stages: Stages, *, keep: bool = True
+) -> Manifest:
     """Snapshot ``donor``, which is warm and serves nobody. It runs on afterwards, whatever happens.
+
+    Args:
+        keep: it is to serve afterwards. Otherwise its GPU state may stay where it is: it is about to be ended.
 
     Raises:
         SnapshotError: the donor is not stable, cannot be dumped as it is, or did not survive its rehearsal.
-        Environment: the disk is full. ToolFailed, ToolHung: CRIU failed.
+        Environment: the disk is full. ToolFailed, ToolHung: CRIU failed. EngineDied: the donor cannot serve any more.
     """
-    assert host.criu is not None
-    criu, engine, box = host.criu, donor.engine, donor.box
     with stages.timed("record canary"):
         async with connect(donor) as client:
-            await engine.quiesce(client)
-            exchanges = await canary.record(client, engine)
+            await donor.engine.quiesce(client)
+            exchanges = await canary.record(client, donor.engine)
+            # The canary left its traces too.
+            await donor.engine.quiesce(client)
+    async with gpustate.asleep(host, donor, stages, keep=keep) as gpu:
+        return await _dumped(host, donor, _Draft(profile, exchanges, cold_start_s, gpu), stages)
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """What a manifest will say that is known before the dump."""
+
+    profile: Profile
+    exchanges: tuple[Exchange, ...]
+    cold_start_s: float
+    gpu: GpuState | None
+
+
+async def _dumped(host: Host, donor: Instance, known: _Draft, stages: Stages) -> Manifest:
+    assert host.criu is not None
+    criu, box = host.criu, donor.box
     private = ("/dev/shm", str(box.mountpoint))
     with stages.timed("inspect"):
         pids, files = await _inspect(host, donor, private)
     with host.snapshots.stage() as staging:
         try:
             with stages.timed("dump") as stage:
-                await criu.dump(box, donor.inner_pid, staging.images, engine.dump_options)
+                await criu.dump(box, donor.inner_pid, staging.images, donor.engine.dump_options)
                 for number, folder in enumerate(_scratch(box)):
                     await asyncio.to_thread(capture_tree, folder, staging.scratch / str(number))
                 stage.bytes = await asyncio.to_thread(_size, staging.path)
-            draft = _draft(host, donor, profile, exchanges, pids, files, private, cold_start_s)
-            if host.model(profile.model).snapshot.rehearse:
+            if donor.engine.gpus or (os.cpu_count() or 1) >= _MANY_CORES:
+                with stages.timed("take memory out") as stage, disk_space("moving memory aside", staging.path):
+                    stage.bytes = await asyncio.to_thread(pages.take_out, staging.images, huge=True)
+            draft = _draft(host, donor, known, pids, files, private)
+            if host.model(known.profile.model).snapshot.rehearse:
                 with stages.timed("rehearse"):
-                    await _rehearse(host, criu, engine, staging, draft)
+                    await _rehearse(host, donor, staging, draft)
             with stages.timed("publish") as stage:
                 manifest = await asyncio.to_thread(host.snapshots.commit, staging, draft)
                 stage.bytes = manifest.bytes
@@ -94,42 +122,41 @@ def _hashed(host: Host, paths: Sequence[str]) -> tuple[MappedFile, ...]:
 
 
 def _draft(
-    host: Host,
-    donor: Instance,
-    profile: Profile,
-    exchanges: tuple[Exchange, ...],
-    pids: tuple[int, ...],
-    files: tuple[MappedFile, ...],
-    private: tuple[str, ...],
-    cold_start_s: float,
+    host: Host, donor: Instance, known: _Draft, pids: tuple[int, ...], files: tuple[MappedFile, ...], private: tuple[str, ...]
 ) -> Manifest:
     return Manifest(
         created_ms=time.time_ns() // 1_000_000,
-        profile=profile,
+        profile=known.profile,
         host=host.facts,
         objects=(),
         files=files,
-        canary=exchanges,
+        canary=known.exchanges,
         root_pid=donor.inner_pid,
         pids=pids,
         scratch=private,
         criu_options=donor.engine.restore_options,
-        cold_start_s=round(cold_start_s, 3),
+        cold_start_s=round(known.cold_start_s, 3),
         bytes=0,
         bytes_written=0,
+        gpu=known.gpu,
     )
 
 
-async def _rehearse(host: Host, criu: Criu, engine: HttpEngine, staging: Staging, draft: Manifest) -> None:
-    box = await host.boxes.take()
+async def _rehearse(host: Host, donor: Instance, staging: Staging, draft: Manifest) -> None:
+    """Restore what is staged beside the stopped donor, on the GPUs that the donor has left, and compare."""
+    box, placement, engine = await host.boxes.take(), None, donor.engine
     try:
-        replica = await resurrect(criu, box, engine, draft, staging.path, Stages())
+        if draft.gpu is not None:
+            placement = await host.gpus.share(draft.gpu.used)
+            box.remember(gpus=list(placement.uuids))
+        replica = await gpustate.revive(host, box, engine, draft, staging.path, Stages(), placement)
         async with connect(replica) as client:
             verdict = await canary.check(client, engine, draft.canary)
+        await gpustate.settle(replica)
     except EngineDied as error:
         raise SnapshotError(f"the rehearsal's engine died: {error}") from error
     finally:
-        await asyncio.shield(host.boxes.discard(box))
+        await asyncio.shield(host.discard(box))
     if not verdict.equal:
         raise CanaryDiffers(f"the rehearsal did not repeat the donor's answers: {verdict.difference}; nothing was published")
 

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Iterator
 from pathlib import Path
 
 from policies.config import Config, Model
-from restorer import embedded, probes, rundir
+from restorer import embedded, gpudoctor, probes, rundir
 from restorer.errors import Environment
 from restorer.probes import Finding
 
@@ -47,8 +47,9 @@ async def examine(config: Config) -> list[Finding]:
         "account": asyncio.to_thread(account, config),
         "run_dir": asyncio.to_thread(run_dir, config),
     }
+    gpus = asyncio.create_task(_gpus(config))
     found = await asyncio.gather(*(_within(name, check) for name, check in checks.items()))
-    return [*found, *(finding for name, model in config.models.items() for finding in _model(name, model))]
+    return [*found, *await gpus, *(finding for name, model in config.models.items() for finding in _model(name, model))]
 
 
 async def criu(config: Config) -> Finding:
@@ -113,6 +114,14 @@ def _model(name: str, model: Model) -> Iterator[Finding]:
     else:
         remedy = "list the model's files, so that a changed one is not taken for the one in the snapshot"
         yield Finding(f"models.{name}.weights", "warn", "none listed", remedy)
+
+
+async def _gpus(config: Config) -> list[Finding]:
+    try:
+        async with asyncio.timeout(_DEADLINE_S):
+            return await gpudoctor.examine(config)
+    except TimeoutError:
+        return [Finding("gpu helper", "fail", "no answer in time", "the driver hangs; see dmesg and nvidia-smi")]
 
 
 async def _within(name: str, check: Awaitable[Finding]) -> Finding:

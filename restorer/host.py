@@ -15,14 +15,17 @@ from policies import compat
 from policies.config import Config, Model
 from policies.manifest import HostFacts, Manifest, Profile
 from policies.wire import SnapshotSummary
-from restorer import hostfacts, profile
-from restorer.box import BoxFactory
+from restorer import cuda, hostfacts, inventory, profile
+from restorer.box import Box, BoxFactory
 from restorer.criu import Criu
+from restorer.cuda import Cuda
 from restorer.errors import RestorerError
+from restorer.gpus import Gpus
 from restorer.jobs import JobStore
 from restorer.probes import MINIMUM_CRIU
 from restorer.snapshots import SnapshotStore
 from restorer.stamps import Stamps
+from restorer.weights import WeightsStore
 
 log = logging.getLogger("rewake.restorer")
 _CHECK_S = 20.0
@@ -75,6 +78,9 @@ class Host:
     boxes: BoxFactory
     stamps: Stamps
     snapshots: SnapshotStore
+    weights: WeightsStore
+    cuda: Cuda
+    gpus: Gpus
     facts: HostFacts
     criu: Criu | None
     """None: CRIU does not work here, so every start is a cold one."""
@@ -93,6 +99,29 @@ class Host:
         """Put another configuration in force."""
         self._gone.update({name: model for name, model in self.config.models.items() if name not in config.models})
         self.config = config
+
+    async def find_gpus(self) -> None:
+        """Ask the driver, if there is one, what GPUs this host has; called once, before anything is started."""
+        if not self.config.restorer.gpu_helper and not hostfacts.NVIDIA.exists():
+            return
+        try:
+            facts = await self.cuda.facts()
+        except RestorerError as error:
+            log.warning("this host's GPUs cannot be used: %s", error)
+            return
+        self.gpus.facts = facts
+        self.facts = self.facts.model_copy(update={"gpu": facts})
+
+    async def discard(self, box: Box) -> None:
+        """End a box and free what it had. What uses a GPU is taken off it first: a kill in mid-work has hung hosts."""
+        try:
+            if box.facts.get("gpus") and box.alive:
+                await self.gpus.leave((await asyncio.to_thread(inventory.tree, box.init_pid)).pids)
+        except RestorerError as error:
+            log.warning("box %s is ended without a checkpoint of its GPU state: %s", box.id, error)
+        finally:
+            await self.boxes.discard(box)
+            self.gpus.release(box.id)
 
     def match(self, name: str) -> Match:
         """Compare every snapshot of a model with this host and its settings. Blocks: it may hash weights."""
@@ -143,6 +172,7 @@ def build(config: Config, store_url: str) -> Host:
     binary, capability = find_criu(config.restorer.criu)
     stamps = Stamps(state / "stamps.json")
     name = socket.gethostname()
+    helper = Cuda(cuda.command(config.restorer.gpu_helper))
     return Host(
         config=config,
         name=name,
@@ -150,6 +180,9 @@ def build(config: Config, store_url: str) -> Host:
         boxes=BoxFactory(run_dir=run, state_dir=state, network=config.restorer.network, spare=config.restorer.parallel_starts),
         stamps=stamps,
         snapshots=SnapshotStore(state / "snapshots", stamps),
+        weights=WeightsStore(state / "weights", stamps),
+        cuda=helper,
+        gpus=Gpus(helper, None),
         facts=hostfacts.probe(binary),
         criu=None if binary is None else Criu(binary, config.restorer.criu_timeout_s),
         capability=capability,

@@ -17,6 +17,8 @@ from pathlib import Path
 from policies.manifest import HostFacts
 from restorer.files import hash_file
 
+NVIDIA = Path("/proc/driver/nvidia/version")
+"""There as long as the NVIDIA driver is; what it says of itself is asked through :mod:`restorer.cuda`."""
 _CRIU_S = 10.0
 _VERSION = re.compile(r"^Version:\s*(\S+)", re.MULTILINE)
 _XSAVE_SIZE = bytes.fromhex(

@@ -6,14 +6,14 @@ import asyncio
 import contextlib
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 
 from policies.manifest import Manifest
-from restorer import pagecache, seal
+from restorer import inventory, pagecache, pages, seal
 from restorer.box import Box
 from restorer.criu import Criu
 from restorer.engines import HttpEngine
@@ -80,15 +80,18 @@ async def connect(instance: Instance) -> AsyncIterator[httpx.AsyncClient]:
         raise _died(instance) from None
 
 
-async def ignite(box: Box, engine: HttpEngine) -> tuple[Instance, float]:
+async def ignite(box: Box, engine: HttpEngine, visible: Sequence[int] = ()) -> tuple[Instance, float]:
     """Start an engine cold, wait until it is ready, warm it. Returns it and the seconds from exec to its first token.
+
+    Args:
+        visible: the GPUs that it may see.
 
     Raises:
         EngineDied: it ended by itself. EngineNotReady: it was not ready in time.
     """
     begun = time.perf_counter()
     launcher = (sys.executable, "-I", "-S", seal.__file__)
-    inner = await box.spawn((*launcher, *engine.argv()), engine.environment(box.mountpoint))
+    inner = await box.spawn((*launcher, *engine.argv()), engine.environment(box.mountpoint, visible))
     pid = box.host_pid(inner)
     if pid is None:
         raise EngineDied(f"the engine ended at once; its log ends: {last_words(box)}")
@@ -117,15 +120,39 @@ async def resurrect(criu: Criu, box: Box, engine: HttpEngine, manifest: Manifest
         for number, name in enumerate(manifest.scratch):
             stage.bytes += await asyncio.to_thread(lay_tree, folder / "scratch" / str(number), targets[name])
     images = folder / "images"
-    with stages.timed("restore processes") as stage:
-        pages = sorted(images.glob("pages-*.img"))
-        stage.tier = await asyncio.to_thread(pagecache.tier, pages)
-        stage.bytes = sum(path.stat().st_blocks * 512 for path in images.iterdir())
-        await criu.restore(box, images, manifest.criu_options)
-    pid = box.host_pid(manifest.root_pid)
-    if pid is None:
-        raise EngineDied(f"the restored engine ended at once; its log ends: {last_words(box)}")
+    bulk = await asyncio.to_thread(pages.taken_out, images)
+    async with _filling(bulk) as (filling, prepared):
+        with stages.timed("restore processes") as stage:
+            files = [*images.glob("pages-*.img"), *(bulk.paths if bulk else ())]
+            stage.tier = await asyncio.to_thread(pagecache.tier, files)
+            stage.bytes = sum(path.stat().st_blocks * 512 for path in images.iterdir()) - (bulk.bytes if bulk else 0)
+            await criu.restore(box, images, (*manifest.criu_options, *(("--leave-stopped",) if bulk else ())))
+        pid = box.host_pid(manifest.root_pid)
+        if pid is None:
+            raise EngineDied(f"the restored engine ended at once; its log ends: {last_words(box)}")
+        if bulk is not None and filling is not None:
+            with stages.timed("fill memory") as filled:
+                filled.bytes, filled.tier = bulk.bytes, stage.tier
+                await prepared
+                await asyncio.to_thread(filling.put_back, await asyncio.to_thread(inventory.numbers, pid))
+                await criu.thaw(box)
     return Instance(box, engine, manifest.root_pid, pid)
+
+
+@contextlib.asynccontextmanager
+async def _filling(bulk: pages.Bulk | None) -> AsyncIterator[tuple[pages.Filling | None, asyncio.Future[None]]]:
+    """What puts big memory back, and the first step of it under way; nothing of it is left when this ends."""
+    if bulk is None:
+        yield None, asyncio.get_running_loop().create_future()
+        return
+    filling = pages.Filling(bulk)
+    preparing = asyncio.create_task(asyncio.to_thread(filling.prepare))
+    try:
+        yield filling, preparing
+    finally:
+        filling.stop()
+        await asyncio.shield(asyncio.gather(preparing, return_exceptions=True))
+        await asyncio.shield(asyncio.to_thread(filling.close))
 
 
 def _died(instance: Instance) -> EngineDied:

@@ -103,6 +103,15 @@ def tree(root_pid: int, *, proc_root: Path = _PROC) -> Tree:
     return Tree((pids[0], *sorted(pids[1:])), tuple(sorted(inner)))
 
 
+def numbers(root_pid: int, *, proc_root: Path = _PROC) -> dict[int, int]:
+    """Number in the tree's own pid namespace -> number in the /proc that was read, of every process of a tree.
+
+    Raises:
+        EngineDied: there is no such process.
+    """
+    return {_inner_pid(proc_root / str(pid), pid): pid for pid in tree(root_pid, proc_root=proc_root).pids}
+
+
 def mapped_files(root_pid: int, *, private: Collection[str] = (), proc_root: Path = _PROC) -> Sequence[str]:
     """Every regular file that the tree has mapped, runs, or holds open for reading, outside the ``private`` folders.
 
@@ -205,7 +214,10 @@ def _pidfd(scene: _Scene) -> Iterator[Finding]:
 
 
 def _gpu(scene: _Scene) -> Iterator[Finding]:
-    remedy = "the state of a GPU cannot be captured; run this engine on the CPU, or with snapshot.create: manual"
+    remedy = (
+        "its GPU state must be taken off first, which is done for engines with engine.gpu.count on an NVIDIA driver; set it, or "
+        "run this engine on the CPU"
+    )
     for one in scene.descriptors:
         if one.link.startswith(("/dev/nvidia", "/dev/dri/", "/dev/kfd")):
             yield Finding("gpu", "fatal", one.pid, one.fd, f"{one.link} is open", remedy)

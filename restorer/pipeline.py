@@ -11,12 +11,13 @@ import time
 from typing import Any
 
 from policies.compat import Mismatch
-from policies.manifest import Manifest
+from policies.manifest import GpuState, Manifest
 from policies.replica import Event, Replica, State, advance
 from policies.wire import Failure, JobKind, OperationState
-from restorer import canary
+from restorer import canary, gpustate
+from restorer.box import Box
 from restorer.capture import capture
-from restorer.engines import adapter
+from restorer.engines import HttpEngine, adapter
 from restorer.errors import (
     CanaryDiffers,
     Cancelled,
@@ -29,17 +30,21 @@ from restorer.errors import (
     ToolFailed,
     ToolHung,
 )
+from restorer.gpus import Placement
 from restorer.host import Host, Match, log
-from restorer.instance import Instance, connect, ignite, resurrect
+from restorer.instance import Instance, connect, ignite, last_words
 from restorer.integrity import verify_files
 from restorer.jobs import Claim, LeaseLost, Outcome, StoreUnavailable, demand
 from restorer.replicas import Replicas
 from restorer.stages import Stages
+from restorer.suspended import Suspended
 
 EXIT_FAILED, EXIT_HOST = 1, 3
 """What the command line exits with."""
 _RETRY_S = 1.0
 _SHOWN = 5
+_BROKEN = ("misaligned address", "an illegal memory access", "CUDA_ERROR_ILLEGAL_ADDRESS")
+"""What an engine says whose GPU state came back wrong: another try would end the same way."""
 
 
 class Attempt:
@@ -71,6 +76,12 @@ class Attempt:
         await self.host.jobs.write(record, self.claim)
         self.record = record
 
+    async def amend(self, **changes: Any) -> None:
+        """Write the record with changes that are no event; raises LeaseLost when the claim is gone."""
+        record = self.record.model_copy(update={"updated_ms": time.time_ns() // 1_000_000, **changes})
+        await self.host.jobs.write(record, self.claim)
+        self.record = record
+
     async def still_wanted(self) -> None:
         """The last exit before the point of no return; raises Cancelled when demand asked for this and is gone."""
         if self.claim.job.reason == "demand" and demand(await self.host.jobs.gateways(), self.record.model) == 0:
@@ -94,7 +105,9 @@ async def start(host: Host, claim: Claim, replicas: Replicas) -> None:
         await attempt.still_wanted()
         await replicas.vacated(claim.job.model)
         if match.manifest is not None and host.criu is not None:
-            instance = await _restored_or_cold(attempt, match, match.manifest)
+            instance = await _resumed(attempt, match, match.manifest, replicas.suspended)
+            if instance is None:
+                instance = await _restored_or_cold(attempt, match, match.manifest)
         else:
             why = match.why if host.criu is not None else host.capability
             if model.on_no_snapshot == "reject":
@@ -115,6 +128,49 @@ def _bounded(claim: Claim, most: int) -> None:
     """A failed try is counted when it fails; one that took the restorer with it has to be counted here."""
     if claim.attempts > most:
         raise Environment(f"it was begun {most} times, and each time the restorer ended before it; see the restorer's log")
+
+
+async def _resumed(attempt: Attempt, match: Match, manifest: Manifest, suspended: Suspended) -> Instance | None:
+    """The suspended engine of this model, awake on a GPU and proved like a restored one; None: there is none that can."""
+    model = attempt.record.model
+    resting = await suspended.take(model, match)
+    if resting is None:
+        return None
+    box, instance = resting.box, resting.instance
+    try:
+        placement = await _placed(attempt, box, resting.state)
+    except BaseException:
+        suspended.put_back(model, resting)
+        raise
+    assert placement is not None
+    lives = int(box.facts.get("lives", 1)) + 1
+    box.remember(lives=lives)
+    try:
+        await attempt.advance(Event.RESTORE, snapshot=manifest.id, incarnation=f"{box.id}-{lives}", start="resumed")
+        await gpustate.resume(attempt.host, instance, resting.state, placement, attempt.stages)
+        await _proved(attempt, instance, manifest)
+        await attempt.advance(Event.UP)
+        return instance
+    except (LeaseLost, StoreUnavailable):
+        await asyncio.shield(attempt.host.discard(box))
+        raise
+    except RestorerError as error:
+        # Not the snapshot's fault, whatever it was.
+        log.warning("the suspended engine of %s cannot be resumed, and is ended: %s", model, error)
+        await asyncio.shield(attempt.host.discard(box))
+        return None
+    except BaseException:
+        await asyncio.shield(attempt.host.discard(box))
+        raise
+
+
+async def _proved(attempt: Attempt, instance: Instance, manifest: Manifest) -> None:
+    """It repeats the donor's answers; raises CanaryDiffers otherwise."""
+    with attempt.stages.timed("canary"):
+        async with connect(instance) as client:
+            verdict = await canary.check(client, attempt.engine, manifest.canary)
+    if not verdict.equal:
+        raise CanaryDiffers(f"the replica does not repeat its donor's answers: {verdict.difference}")
 
 
 async def _restored_or_cold(attempt: Attempt, match: Match, manifest: Manifest) -> Instance:
@@ -140,20 +196,44 @@ async def _restored(attempt: Attempt, manifest: Manifest) -> Instance:
     await _verify_bytes(attempt, manifest)
     box = await host.boxes.take()
     try:
-        await attempt.still_wanted()
-        await attempt.advance(Event.RESTORE, snapshot=manifest.id, incarnation=box.id, start="restored")
+        placement = await _placed(attempt, box, manifest.gpu)
+        changes = {"snapshot": manifest.id, "incarnation": box.id, "start": "restored"}
+        if attempt.record.state is State.MATCHING:
+            await attempt.still_wanted()
+            await attempt.advance(Event.RESTORE, **changes)
+        else:
+            # A suspended engine was tried first, and the point of no return is passed.
+            await attempt.amend(**changes)
         folder = host.snapshots.folder(manifest.id)
-        instance = await resurrect(host.criu, box, attempt.engine, manifest, folder, attempt.stages)
+        instance = await gpustate.revive(host, box, attempt.engine, manifest, folder, attempt.stages, placement)
         await attempt.advance(Event.UP)
-        with attempt.stages.timed("canary"):
-            async with connect(instance) as client:
-                verdict = await canary.check(client, attempt.engine, manifest.canary)
-        if not verdict.equal:
-            raise CanaryDiffers(f"the replica does not repeat its donor's answers: {verdict.difference}")
+        await _proved(attempt, instance, manifest)
         return instance
-    except BaseException:
-        await asyncio.shield(host.boxes.discard(box))
+    except (EngineDied, EngineNotReady) as error:
+        words = last_words(box)
+        await asyncio.shield(host.discard(box))
+        if sign := next((sign for sign in _BROKEN if sign in f"{error} {words}"), None):
+            raise SnapshotError(f"what was restored is broken ({sign}): {error}") from error
         raise
+    except BaseException:
+        await asyncio.shield(host.discard(box))
+        raise
+
+
+async def _placed(attempt: Attempt, box: Box, state: GpuState | None) -> Placement | None:
+    """The GPUs that a box gets, if its engine wants any; they are its own until it is discarded.
+
+    Args:
+        state: of the snapshot to restore; None: the engine starts cold, and takes what it finds.
+    """
+    gpu = attempt.engine.model.engine.gpu
+    if gpu.count == 0:
+        return None
+    with attempt.stages.timed("lease GPU"):
+        need, prefer = (0, ()) if state is None else (gpustate.need_bytes(state), state.used)
+        placement = await attempt.host.gpus.lease(box.id, gpu.count, need_bytes=need, wait_s=gpu.wait_s, prefer=prefer)
+        box.remember(gpus=list(placement.uuids))
+    return placement
 
 
 async def _verify_bytes(attempt: Attempt, manifest: Manifest) -> None:
@@ -165,7 +245,9 @@ async def _verify_bytes(attempt: Attempt, manifest: Manifest) -> None:
     host = attempt.host
     with attempt.stages.timed("verify bytes") as stage:
         stage.bytes = manifest.bytes
-        faults = await asyncio.to_thread(host.snapshots.verify, manifest.id, full=False)
+        faults = list(await asyncio.to_thread(host.snapshots.verify, manifest.id, full=False))
+        if manifest.gpu is not None:
+            faults += await asyncio.to_thread(host.weights.verify, manifest.gpu.weights)
         if faults:
             raise SnapshotError(f"snapshot {manifest.id} was changed: " + "; ".join(map(str, faults[:_SHOWN])))
         changed = await asyncio.to_thread(verify_files, manifest, host.stamps)
@@ -180,13 +262,16 @@ async def _cold(attempt: Attempt, match: Match, event: Event, why: str) -> Insta
     policy = host.model(attempt.record.model).snapshot
     box = await host.boxes.take()
     try:
+        placement = await _placed(attempt, box, None)
         await attempt.advance(event, incarnation=box.id, start="cold", snapshot=None, reason=why)
         with attempt.stages.timed("start engine"):
-            instance, cold_start_s = await ignite(box, attempt.engine)
+            instance, cold_start_s = await ignite(box, attempt.engine, placement.indices if placement else ())
         if policy.create == "auto" and host.criu is not None and match.manifest is None:
             try:
                 manifest = await capture(host, instance, match.profile, cold_start_s, attempt.stages)
                 log.info("snapshot %s of %s was made", manifest.id, attempt.record.model)
+            except EngineDied:
+                raise
             except RestorerError as error:
                 # The engine serves all the same; the next start is cold too, and says why.
                 log.warning("no snapshot of %s: %s", attempt.record.model, error)
@@ -197,7 +282,7 @@ async def _cold(attempt: Attempt, match: Match, event: Event, why: str) -> Insta
                 await attempt.engine.warm(client)
         return instance
     except BaseException:
-        await asyncio.shield(host.boxes.discard(box))
+        await asyncio.shield(host.discard(box))
         raise
 
 
@@ -209,7 +294,7 @@ async def _admit(attempt: Attempt, instance: Instance, replicas: Replicas) -> No
         instance.box.remember(record=admitted.model_dump(mode="json"), inner_pid=instance.inner_pid)
         await attempt.host.jobs.settle(attempt.claim, Outcome(OperationState.SUCCEEDED), admitted)
     except BaseException:
-        await asyncio.shield(attempt.host.boxes.discard(instance.box))
+        await asyncio.shield(attempt.host.discard(instance.box))
         raise
     replicas.adopt(instance, admitted)
 
@@ -256,12 +341,7 @@ async def make_snapshot(host: Host, claim: Claim) -> None:
         if host.criu is None:
             raise SnapshotError(f"no snapshot can be made on this host: {host.capability}")
         match = await asyncio.to_thread(host.match, name)
-        box = await host.boxes.take()
-        try:
-            donor, cold_start_s = await ignite(box, adapter(name, host.model(name)))
-            manifest = await capture(host, donor, match.profile, cold_start_s, Stages())
-        finally:
-            await asyncio.shield(host.boxes.discard(box))
+        manifest = await _captured(host, adapter(name, host.model(name)), match)
         log.info("snapshot %s of %s was made", manifest.id, name)
         outcome = Outcome(OperationState.SUCCEEDED, snapshot=manifest.id)
     except (LeaseLost, StoreUnavailable):
@@ -270,3 +350,19 @@ async def make_snapshot(host: Host, claim: Claim) -> None:
         log.error("no snapshot of %s: %s", name, error)
         outcome = Outcome(OperationState.FAILED, str(error), EXIT_FAILED)
     await host.jobs.settle(claim, outcome)
+
+
+async def _captured(host: Host, engine: HttpEngine, match: Match) -> Manifest:
+    """A snapshot of a donor that is started for it, and ends with it."""
+    gpu = engine.model.engine.gpu
+    box = await host.boxes.take()
+    try:
+        visible: tuple[int, ...] = ()
+        if gpu.count:
+            placement = await host.gpus.lease(box.id, gpu.count, need_bytes=0, wait_s=gpu.wait_s)
+            box.remember(gpus=list(placement.uuids))
+            visible = placement.indices
+        donor, cold_start_s = await ignite(box, engine, visible)
+        return await capture(host, donor, match.profile, cold_start_s, Stages(), keep=False)
+    finally:
+        await asyncio.shield(host.discard(box))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from policies.config import Model
 from policies.manifest import Profile
+from restorer.engines import adapter
 from restorer.errors import Environment
 from restorer.stamps import Stamps
 
@@ -24,8 +25,16 @@ def resolve(name: str, model: Model, stamps: Stamps) -> Profile:
         if isinstance(found, OSError):
             raise _unusable(name, path, f"cannot be read: {found.strerror or found}")
         hashes[str(path)] = found
-    engine = model.engine
-    return Profile(model=name, engine=engine.kind, command=engine.command, env=dict(engine.env), port=engine.port, weights=hashes)
+    engine = adapter(name, model)
+    return Profile(
+        model=name,
+        engine=model.engine.kind,
+        command=engine.argv(),
+        env=engine.settings(),
+        port=model.engine.port,
+        weights=hashes,
+        gpus=engine.gpus or None,
+    )
 
 
 def _files(name: str, path: Path) -> list[Path]:

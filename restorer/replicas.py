@@ -15,6 +15,7 @@ from typing import Any
 from policies import scaling, schedule
 from policies.replica import RUNNING, Event, Replica, State, advance
 from policies.wire import GatewayReport
+from restorer import gpustate
 from restorer.box import Box
 from restorer.engines import adapter
 from restorer.errors import Cancelled, RestorerError
@@ -22,6 +23,7 @@ from restorer.host import Host, News, log
 from restorer.instance import Instance, last_words
 from restorer.jobs import LeaseLost, StoreUnavailable
 from restorer.processes import watch
+from restorer.suspended import Suspended
 
 _DRAIN_POLL_S = 0.5
 _VACATE_S = 30.0
@@ -57,6 +59,8 @@ class Replicas:
         self._local = local
         self._gone = News()
         self._running: dict[str, Running] = {}
+        self.suspended = Suspended(host)
+        self._ending = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._absent_before: set[str] = set()
         """Incarnations that the last :meth:`repeat_records` found in the store but not here."""
@@ -114,9 +118,10 @@ class Replicas:
             pid = None if record is None else box.host_pid(int(box.facts["inner_pid"]))
             if record is None or pid is None:
                 log.warning("box %s was left behind; it is removed", box.id)
-                await self._host.boxes.discard(box)
+                await self._host.discard(box)
                 continue
             engine = adapter(record.model, self._host.model(record.model))
+            self._host.gpus.adopt(box.id, box.facts.get("gpus", ()))
             self.adopt(Instance(box, engine, int(box.facts["inner_pid"]), pid), record)
             log.info("replica %s (%s) was found running", record.id, record.incarnation)
         for record in self._absent(records):
@@ -135,7 +140,7 @@ class Replicas:
         if known is None:
             # The store lost its memory; this host has not.
             return remembered
-        return known if known.incarnation == box.id and known.state in RUNNING else None
+        return known if known.incarnation == remembered.incarnation and known.state in RUNNING else None
 
     async def stop(self, replica: str, incarnation: str, *, reason: str, drain_s: float | None = None) -> None:
         """Drain a replica and stop it. Returns when it is gone, or at once when this incarnation is not here.
@@ -222,6 +227,7 @@ class Replicas:
 
     async def stop_all(self, *, reason: str, drain_s: float) -> None:
         """Stop every replica; for the restorer's own end."""
+        self._ending = True
         stops = [
             self.stop(one.record.id, one.record.incarnation, reason=reason, drain_s=drain_s) for one in self._running.values()
         ]
@@ -229,6 +235,7 @@ class Replicas:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.suspended.clear()
 
     async def _watch(self, running: Running) -> None:
         try:
@@ -248,12 +255,22 @@ class Replicas:
         running.record = record
         await self._write(running)
         try:
-            await asyncio.shield(self._host.boxes.discard(running.instance.box))
+            if not (event is Event.STOP and await self._put_to_rest(running)):
+                await asyncio.shield(self._host.discard(running.instance.box))
         finally:
             # Also when it cannot be killed: who waits for its end must not wait for ever.
             if self._running.get(record.id) is running:
                 del self._running[record.id]
             self._gone.tell()
+
+    async def _put_to_rest(self, running: Running) -> bool:
+        """Suspend an engine that is stopped, where that is wanted; otherwise let it give its device memory up."""
+        if not running.instance.engine.gpus:
+            return False
+        if not self._ending and await self.suspended.suspend(running.record.model, running.instance):
+            return True
+        await gpustate.settle(running.instance)
+        return False
 
     async def _write(self, running: Running) -> int:
         """Write the record; its position, or 0 when the store is away (it is written again later) or has a later one."""

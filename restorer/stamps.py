@@ -62,15 +62,27 @@ class Stamps:
 
     def sha256_all(self, paths: Iterable[Path], *, progress: Callable[[Path], None] | None = None) -> dict[Path, str | OSError]:
         """:meth:`sha256` of many files, in parallel; a file that cannot be read has its error for a value."""
-        with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-            jobs = {pool.submit(self._outcome, path): path for path in dict.fromkeys(paths)}
-            done = {}
-            for job in concurrent.futures.as_completed(jobs):
-                done[jobs[job]] = job.result()
-                if progress is not None:
-                    progress(jobs[job])
+        done: dict[Path, str | OSError] = {}
+        folders: dict[str, str] = {}
+        asked = list(dict.fromkeys(paths))
+        for path in asked:
+            # Nearly all are known on the way to a first token, and a thread for each would cost more than asking.
+            with contextlib.suppress(OSError):
+                found = self._remembered(*_located(path, folders))
+                if found is not None:
+                    done[path] = found
+                    if progress is not None:
+                        progress(path)
+        unknown = [path for path in asked if path not in done]
+        if unknown:
+            with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
+                jobs = {pool.submit(self._outcome, path): path for path in unknown}
+                for job in concurrent.futures.as_completed(jobs):
+                    done[jobs[job]] = job.result()
+                    if progress is not None:
+                        progress(jobs[job])
         self.save()
-        return {path: done[path] for path in jobs.values()}
+        return {path: done[path] for path in asked}
 
     def forget(self, path: Path) -> None:
         """Hash this file anew the next time."""
@@ -105,13 +117,16 @@ class Stamps:
 
     def _sha256(self, path: Path) -> str:
         real = os.path.realpath(path, strict=True)
-        facts = _facts(os.stat(real, follow_symlinks=False))
+        return self._remembered(real, os.stat(real, follow_symlinks=False)) or self._hash(real)
+
+    def _remembered(self, real: str, found: os.stat_result) -> str | None:
+        facts = _facts(found)
         with self._lock:
             mark = self._marks.pop(real, None)
-            if mark is not None and all(mark[field] == facts[field] for field in _FIELDS):
-                self._marks[real] = mark  # now the most recently used
-                return str(mark["sha256"])
-        return self._hash(real)
+            if mark is None or any(mark[field] != facts[field] for field in _FIELDS):
+                return None
+            self._marks[real] = mark  # now the most recently used
+            return str(mark["sha256"])
 
     def _hash(self, real: str) -> str:
         fd = os.open(real, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -136,6 +151,19 @@ class Stamps:
             while len(self._marks) > self._limit:
                 del self._marks[next(iter(self._marks))]
             self._dirty = True
+
+
+def _located(path: Path, folders: dict[str, str]) -> tuple[str, os.stat_result]:
+    """(the path without symlinks, what lies there). ``folders`` remembers those resolved a moment ago."""
+    parent, name = os.path.split(path)
+    if parent not in folders:
+        folders[parent] = os.path.realpath(parent, strict=True)
+    real = os.path.join(folders[parent], name)
+    found = os.lstat(real)
+    if stat.S_ISLNK(found.st_mode) or name in ("", ".", ".."):
+        real = os.path.realpath(path, strict=True)
+        found = os.lstat(real)
+    return real, found
 
 
 def _flush(fd: int) -> None:

@@ -13,6 +13,7 @@ from policies.wire import HostReport, JobKind, OperationState
 from restorer import pipeline
 from restorer.errors import Cancelled, RestorerError
 from restorer.host import Host, log
+from restorer.integrity import MANIFEST
 from restorer.jobs import Claim, Outcome, StoreUnavailable
 from restorer.replicas import Replicas
 from restorer.suspects import Suspects
@@ -38,6 +39,7 @@ class Worker:
     async def run(self, stop: asyncio.Event) -> None:
         """Work until ``stop`` is set; then undo and stop everything."""
         host = self._host
+        await host.find_gpus()
         await self._prepare()
         loops = [asyncio.create_task(loop) for loop in (self._listen(), self._keep_house(), self._claim_jobs())]
         waiter = asyncio.create_task(stop.wait())
@@ -53,6 +55,7 @@ class Worker:
             await self._suspects.close()
             await self._replicas.stop_all(reason="the restorer was stopped", drain_s=_STOP_DRAIN_S)
             await host.boxes.close()
+            await host.cuda.close()
             await host.jobs.close()
 
     async def _prepare(self) -> None:
@@ -67,9 +70,19 @@ class Worker:
             except StoreUnavailable as error:
                 log.warning("waiting for the store: %s", error)
                 await asyncio.sleep(_RECONNECT_S)
-        for name in await asyncio.to_thread(self._host.snapshots.sweep, older_than_s=0.0):
-            log.warning("unfinished snapshot %s was removed", name)
+        for name in await asyncio.to_thread(self._sweep):
+            log.warning("%s was removed: no snapshot is made of it, or needs it", name)
         await self._host.boxes.fill()
+
+    def _sweep(self) -> list[str]:
+        """Remove what was left half-made, and weights that no snapshot names any more."""
+        snapshots, weights = self._host.snapshots, self._host.weights
+        removed = list(snapshots.sweep(older_than_s=0.0))
+        found = snapshots.list()
+        if len(found) < sum((path / MANIFEST).exists() for path in snapshots.root.iterdir()):
+            # A manifest of a later version cannot be read, and may name any of them.
+            return removed
+        return removed + list(weights.sweep({one.digest for manifest in found if manifest.gpu for one in manifest.gpu.weights}))
 
     async def _listen(self) -> None:
         """Turn hints into wake-ups; a lost connection is opened again."""
@@ -192,6 +205,7 @@ class Worker:
                 )
                 await self._replicas.park_idle()
                 await self._suspects.look()
+                await self._replicas.suspended.expire()
             except StoreUnavailable as error:
                 log.warning("%s", error)
             tick += 1

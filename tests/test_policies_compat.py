@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.compat import RULES, Mismatch, mismatches, newest_fit
-from policies.manifest import HostFacts, Manifest, Profile
+from policies.compat import GPU_RULES, RULES, Mismatch, gpu_obstacles, mismatches, newest_fit
+from policies.manifest import Gpu, GpuFacts, GpuState, HostFacts, Manifest, Profile, canonical
 
 HOST = HostFacts(
     hostname="donor",
@@ -123,3 +123,81 @@ def test_the_newest_snapshot_that_fits_is_chosen_and_the_others_explained() -> N
         assert {id: [m.field for m in why] for id, why in refused.items()} == {wrong.id: ["host.kernel"]}
     assert newest_fit([], PROFILE, HOST) == (None, {})
     assert newest_fit([wrong], PROFILE, HOST)[0] is None
+
+
+# ---------------------------------------------------------------- GPUs
+
+GPU = Gpu(uuid="GPU-0", name="Testium 1", memory_bytes=100, compute="9.0", mig=False, persistence=True)
+GPUS = GpuFacts(driver="580.1", mps=False, gpus=(GPU, GPU.model_copy(update={"uuid": "GPU-1"})))
+STATE = GpuState(pids=(1,), uuids=("GPU-0", "GPU-1"), used=("GPU-0",), state_bytes=1, awake_bytes=2, weights=())
+
+
+def on_gpu(gpus: GpuFacts | None = GPUS) -> Manifest:
+    return manifest(here(gpu=gpus)).model_copy(update={"gpu": STATE})
+
+
+def gpus(**changes: Any) -> HostFacts:
+    """This host, with another fact of its driver or of its first GPU."""
+    own = {name: changes.pop(name) for name in ("driver", "mps", "gpus") if name in changes}
+    assert GPUS.gpus is not None
+    first = GPUS.gpus[0].model_copy(update=changes)
+    return here(gpu=GPUS.model_copy(update={"gpus": (first, *GPUS.gpus[1:]), **own}))
+
+
+def test_any_gpu_of_the_same_model_will_do() -> None:
+    assert mismatches(on_gpu(), PROFILE, gpus()) == []
+    assert mismatches(on_gpu(), PROFILE, gpus(uuid="GPU-9", persistence=False)) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "expected", "found"),
+    [
+        ({"driver": "590.2"}, "driver", "580.1", "590.2"),
+        ({"name": "Testium 2"}, "names", "Testium 1 Testium 1", "Testium 1 Testium 2"),
+        ({"gpus": (GPU,)}, "names", "Testium 1 Testium 1", "Testium 1"),
+        ({"memory_bytes": 50}, "memory_bytes", "100 100", "50 100"),
+        ({"compute": "8.0"}, "compute", "9.0 9.0", "8.0 9.0"),
+        ({"mig": True}, "mig", "False False", "False True"),
+        ({"mps": True}, "mps", "False", "True"),
+    ],
+)
+def test_restore_case_60_a_gpu_that_differs_is_refused(changes: dict[str, Any], field: str, expected: str, found: str) -> None:
+    mismatch = mismatches(on_gpu(), PROFILE, gpus(**changes))[0]
+    assert (mismatch.field, mismatch.expected, mismatch.found) == (f"host.gpu.{field}", expected, found)
+    assert mismatch.remedy
+
+
+@pytest.mark.parametrize("field", GPU_RULES)
+def test_an_unknown_fact_of_a_gpu_is_a_mismatch(field: str) -> None:
+    unknown = {"names": "name"}.get(field, field)
+    fields = {mismatch.field for mismatch in mismatches(on_gpu(), PROFILE, gpus(**{unknown: None}))}
+    assert f"host.gpu.{field}" in fields
+
+
+def test_a_host_without_a_driver_and_a_donor_without_facts_are_refused() -> None:
+    assert [one.field for one in mismatches(on_gpu(), PROFILE, here())] == ["host.gpu"]
+    assert {one.field for one in mismatches(on_gpu(None), PROFILE, gpus())} == {f"host.gpu.{field}" for field in GPU_RULES}
+
+
+def test_gpus_are_nothing_to_an_engine_on_the_cpu() -> None:
+    assert mismatches(manifest(), PROFILE, gpus(mig=True, mps=True, driver=None)) == []
+    assert mismatches(manifest(here(gpu=GPUS)), PROFILE, here()) == []
+
+
+def test_another_number_of_gpus_is_another_profile() -> None:
+    (mismatch,) = mismatches(on_gpu(), configured(gpus=2), gpus())
+    assert (mismatch.field, mismatch.found) == ("profile.gpus", "2")
+
+
+def test_restore_case_60_what_keeps_this_host_from_capturing_at_all() -> None:
+    assert gpu_obstacles(GPUS) == []
+    assert [one.field for one in gpu_obstacles(None)] == ["host.gpu"]
+    assert [one.field for one in gpu_obstacles(gpus(mig=True, mps=True).gpu)] == ["host.gpu.mig", "host.gpu.mps"]
+    assert "host.gpu.driver" in [one.field for one in gpu_obstacles(gpus(driver=None).gpu)]
+
+
+def test_what_has_no_gpu_is_encoded_as_before_there_were_any() -> None:
+    text = canonical(manifest()).decode()
+    assert "gpu" not in text
+    assert '"gpu":{' in canonical(on_gpu()).decode()
+    assert Manifest.model_validate_json(canonical(on_gpu())) == on_gpu()

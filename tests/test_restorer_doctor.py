@@ -83,7 +83,7 @@ async def test_the_real_criu_is_usable() -> None:
         ("echo 'cannot execute'; exit 126", "does not run: cannot execute"),
     ],
 )
-async def test_a_criu_that_cannot_work_fails_and_says_why(tmp_path: Path, text: str, found: str) -> None:
+async def test_restore_case_64_a_criu_that_cannot_work_fails_and_says_why(tmp_path: Path, text: str, found: str) -> None:
     path = script(tmp_path / "criu", text)
     finding = await doctor.criu(config(tmp_path, restorer={"criu": path}))
     assert finding.ok == "fail"

@@ -17,11 +17,12 @@ import pytest
 from conftest import eventually
 
 from policies.config import Model
-from restorer import canary, engines
+from restorer import canary
+from restorer import engine as base
 from restorer.engines import ENGINES, HttpEngine, adapter
 from restorer.errors import EngineNotReady, SnapshotError
 
-KINDS = ["http", "llama-server", "vllm"]
+KINDS = ["http", "llama-server", "vllm", "sglang"]
 LLAMA_SERVER = os.environ.get("REWAKE_LLAMA_SERVER") or shutil.which("llama-server")
 GGUF = os.environ.get("REWAKE_MODEL")
 
@@ -47,7 +48,7 @@ def test_the_command_is_the_operators_and_the_environment_is_minimal(monkeypatch
         engine = adapter("m", model(kind))
         assert engine.argv() == ("/bin/engine", "--x")
         environment = engine.environment(Path("/private"))
-        assert environment == {"PATH": engines.PATH, "LANG": "C.UTF-8", "HOME": "/mine", "TMPDIR": "/private/tmp", "A": "1"}
+        assert environment == {"PATH": base.PATH, "LANG": "C.UTF-8", "HOME": "/mine", "TMPDIR": "/private/tmp", "A": "1"}
 
 
 def test_dump_and_restore_options_fit_each_other() -> None:
@@ -75,7 +76,7 @@ async def test_an_engine_that_is_not_there_or_silent_is_not_ready(monkeypatch: p
     def refused(request: httpx.Request) -> httpx.Response:
         raise httpx.ConnectError("refused")
 
-    monkeypatch.setattr(engines, "_HEALTH_S", 0.05)
+    monkeypatch.setattr(base, "_HEALTH_S", 0.05)
     for transport in (silent, refused):
         async with client(transport) as http:
             assert not await adapter("m", model("http")).ready(http)

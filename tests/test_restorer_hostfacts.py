@@ -59,7 +59,7 @@ def test_what_cannot_be_read_is_unknown_not_guessed(tmp_path: Path) -> None:
     (tmp_path / "sys/kernel/arch").write_text("x86_64\n")
     facts = probe(None, tmp_path, lambda: 2440)
     unknown = {name for name, value in facts if value is None}
-    assert unknown == {"kernel", "cpu_model", "cpu_flags", "xsave_size", "criu_version", "criu_sha256"}
+    assert unknown == {"kernel", "cpu_model", "cpu_flags", "xsave_size", "criu_version", "criu_sha256", "gpu"}
 
 
 @pytest.mark.parametrize(

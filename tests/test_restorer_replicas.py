@@ -47,9 +47,8 @@ async def test_a_stop_that_was_given_up_half_way_can_be_asked_for_again(store: A
     async def discard(box: Any) -> None:
         discarded.append(box.id)
 
-    host = SimpleNamespace(
-        name="host-a", jobs=jobs, news=News(), boxes=SimpleNamespace(discard=discard), model=lambda _: SimpleNamespace(drain_s=60)
-    )
+    drain = SimpleNamespace(drain_s=60)
+    host = SimpleNamespace(name="host-a", jobs=jobs, news=News(), discard=discard, model=lambda _: drain)
     replicas = Replicas(host)  # type: ignore[arg-type]
     box = SimpleNamespace(id="one", remember=lambda **_: None)
     record = Replica(id="m#0", model="m", host="host-a", incarnation="one", state=State.ADMITTED, fence=1)
@@ -60,7 +59,7 @@ async def test_a_stop_that_was_given_up_half_way_can_be_asked_for_again(store: A
     # Any process that runs on: what is watched is its end.
     engine = await asyncio.create_subprocess_exec("sleep", "60")
     try:
-        replicas.adopt(SimpleNamespace(box=box, pid=engine.pid), record)  # type: ignore[arg-type]
+        replicas.adopt(SimpleNamespace(box=box, pid=engine.pid, engine=SimpleNamespace(gpus=0)), record)  # type: ignore[arg-type]
         first = asyncio.create_task(replicas.stop("m#0", "one", reason="scaled down"))
 
         async def draining() -> bool:

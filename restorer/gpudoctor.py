@@ -1,0 +1,139 @@
+"""What of this host's GPUs works, measured, and how fast a restore could be at best: the GPU lines of ``rewake doctor``.
+
+Asks the driver through the same helper as the restorer does, so that what it says is what a start would meet.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from policies.config import Config
+from policies.manifest import GpuFacts, Manifest
+from restorer import cuda
+from restorer.cuda import Cuda
+from restorer.errors import RestorerError
+from restorer.hostfacts import NVIDIA
+from restorer.probes import Finding
+from restorer.snapshots import SnapshotStore
+from restorer.stamps import Stamps
+
+_GIB = 1 << 30
+_SLOW_BYTES_S = 8e9
+"""Less than this from pinned memory is a link that has not trained, or is shared."""
+_COPY_BYTES = 256 << 20
+_MINIMUM_DRIVER = 570
+
+
+async def examine(config: Config) -> list[Finding]:
+    """Findings about the GPUs and about each model that wants some; none where neither is."""
+    wanting = {name: model for name, model in config.models.items() if model.engine.gpu.count}
+    if not config.restorer.gpu_helper and not NVIDIA.exists():
+        remedy = "run it on a host with an NVIDIA driver, or set engine.gpu.count: 0"
+        return [Finding(f"models.{name}.gpu", "fail", "no NVIDIA driver is here", remedy) for name in wanting]
+    helper = Cuda(cuda.command(config.restorer.gpu_helper))
+    try:
+        facts = await helper.facts()
+        rates = await _bandwidths(helper, facts)
+    except RestorerError as error:
+        return [Finding("gpu helper", "fail" if wanting else "warn", str(error), "pip install 'rewake[gpu]', and see nvidia-smi")]
+    finally:
+        await helper.close()
+    found = [*_facts(facts), *_links(facts, rates)]
+    most = len(facts.gpus or ())
+    for name, model in wanting.items():
+        if model.engine.gpu.count > most:
+            text = f"{model.engine.gpu.count} GPUs asked for, {most} here"
+            found.append(Finding(f"models.{name}.gpu", "fail", text, f"lower models.{name}.engine.gpu.count"))
+    return [*found, *_floors(config, min((rate for rate in rates.values() if rate), default=0.0))]
+
+
+def floor_s(manifest: Manifest, pcie: float, copy: float) -> float:
+    """Seconds that moving a snapshot's bytes takes at the least: its memory, then its GPU state; its weights beside both.
+
+    Args:
+        pcie: bytes a second from pinned memory to a GPU. copy: bytes a second that one core copies within memory.
+    """
+    assert manifest.gpu is not None
+    one_after_another = manifest.bytes / copy + manifest.gpu.state_bytes / pcie
+    return max(one_after_another, max((weights.bytes for weights in manifest.gpu.weights), default=0) / pcie)
+
+
+async def _bandwidths(helper: Cuda, facts: GpuFacts) -> dict[str, float]:
+    """UUID -> bytes a second; 0 where it could not be measured."""
+    rates = {}
+    for gpu in facts.gpus or ():
+        try:
+            rates[gpu.uuid] = await helper.bandwidth(gpu.uuid)
+        except RestorerError:
+            rates[gpu.uuid] = 0.0
+    return rates
+
+
+def _facts(facts: GpuFacts) -> Iterator[Finding]:
+    driver = (facts.driver or "").partition(".")[0]
+    if not driver.isdecimal() or int(driver) < _MINIMUM_DRIVER:
+        remedy = f"install driver {_MINIMUM_DRIVER} or later (580 to restore onto another GPU); GPU engines start cold until then"
+        yield Finding("gpu driver", "warn", facts.driver or "of unknown version", remedy)
+    else:
+        yield Finding("gpu driver", "ok", facts.driver or "")
+    gpus = facts.gpus or ()
+    off = [str(n) for n, gpu in enumerate(gpus) if gpu.persistence is False]
+    if off:
+        yield Finding("gpu persistence", "warn", f"off on GPU {', '.join(off)}: the first start pays seconds", "nvidia-smi -pm 1")
+    else:
+        yield Finding("gpu persistence", "ok", "on")
+    split = [str(n) for n, gpu in enumerate(gpus) if gpu.mig is not False]
+    if split:
+        yield Finding(
+            "gpu mig", "warn", f"on or unknown on GPU {', '.join(split)}: nothing there can be captured", "nvidia-smi -mig 0"
+        )
+    else:
+        yield Finding("gpu mig", "ok", "off")
+    if facts.mps is not False:
+        yield Finding("gpu mps", "warn", "runs: its clients cannot be captured", "echo quit | nvidia-cuda-mps-control")
+    else:
+        yield Finding("gpu mps", "ok", "does not run")
+
+
+def _links(facts: GpuFacts, rates: dict[str, float]) -> Iterator[Finding]:
+    for number, gpu in enumerate(facts.gpus or ()):
+        size = "unknown size" if gpu.memory_bytes is None else f"{gpu.memory_bytes / _GIB:.0f} GiB"
+        rate = rates[gpu.uuid]
+        found = f"{gpu.name}, {size}; {rate / 1e9:.1f} GB/s from pinned memory"
+        if rate == 0:
+            remedy = "pip install 'rewake[gpu]', or free a gibibyte on it; without, engines read their weights themselves"
+            yield Finding(f"gpu {number}", "warn", f"{gpu.name}, {size}; its link could not be measured", remedy)
+        elif rate < _SLOW_BYTES_S:
+            yield Finding(
+                f"gpu {number}", "warn", found, "see nvidia-smi -q -d PCIE: fewer lanes, or an older generation, than it could"
+            )
+        else:
+            yield Finding(f"gpu {number}", "ok", found)
+
+
+def _floors(config: Config, pcie: float) -> Iterator[Finding]:
+    """What a restore of each model's newest GPU snapshot takes at the least on this host."""
+    state = Path(config.state_dir)
+    if not pcie or not (state / "snapshots").is_dir():
+        return
+    newest: dict[str, Manifest] = {}
+    for manifest in SnapshotStore(state / "snapshots", Stamps(state / "stamps.json")).list():
+        if manifest.gpu is not None and manifest.profile.model in config.models:
+            newest.setdefault(manifest.profile.model, manifest)
+    copy = _copy_rate() if newest else 0.0
+    for name, manifest in newest.items():
+        assert manifest.gpu is not None
+        weights = sum(one.bytes for one in manifest.gpu.weights)
+        moved = f"{manifest.bytes / _GIB:.1f} GiB of memory, {weights / _GIB:.1f} GiB of weights"
+        yield Finding(f"models.{name}.floor", "ok", f"{floor_s(manifest, pcie, copy):.2f} s to move {moved}, at the least")
+
+
+def _copy_rate() -> float:
+    """Bytes a second that one core copies within memory, pages there already."""
+    source, target = memoryview(bytearray(_COPY_BYTES)), memoryview(bytearray(_COPY_BYTES))
+    target[:] = source
+    begun = time.perf_counter()
+    target[:] = source
+    return _COPY_BYTES / (time.perf_counter() - begun)

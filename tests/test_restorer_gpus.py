@@ -1,0 +1,154 @@
+"""Leases and placement of GPUs, over the fake driver in the real helper."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import fake_cuda
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from policies.manifest import Gpu, GpuFacts, GpuState
+from restorer.cuda import Cuda
+from restorer.errors import Environment
+from restorer.gpus import Gpus, Placement, mapping
+
+
+@pytest.fixture
+async def gpus(tmp_path: Path) -> AsyncIterator[Gpus]:
+    """Of a host with three."""
+    cuda = Cuda(fake_cuda.written(tmp_path / "cuda", gpus=3))
+    yield Gpus(cuda, await cuda.facts())
+    await cuda.close()
+
+
+async def test_each_gpu_is_leased_once(gpus: Gpus) -> None:
+    first = await gpus.lease("a", 2, need_bytes=1, wait_s=1)
+    assert (first.uuids, first.indices, first.free_bytes) == (("GPU-0", "GPU-1"), (0, 1), 8 << 30)
+    assert (await gpus.lease("b", 1, need_bytes=1, wait_s=1)).uuids == ("GPU-2",)
+    with pytest.raises(
+        Environment, match=r"no 1 free GPU\(s\) within 0\.1 s: GPU 0: leased to a; GPU 1: leased to a; GPU 2: leased to b"
+    ):
+        await gpus.lease("c", 1, need_bytes=1, wait_s=0.1)
+    assert (gpus.held("a"), gpus.held("b"), gpus.held("c")) == (("GPU-0", "GPU-1"), ("GPU-2",), ())
+
+
+async def test_who_waits_gets_what_is_released(gpus: Gpus) -> None:
+    await gpus.lease("a", 3, need_bytes=1, wait_s=1)
+    waiting = asyncio.create_task(gpus.lease("b", 1, need_bytes=1, wait_s=5))
+    await asyncio.sleep(0)
+    gpus.release("a")
+    assert (await waiting).uuids == ("GPU-0",)
+    gpus.release("nobody")
+
+
+async def test_a_start_that_is_given_up_while_it_waits_holds_nothing(gpus: Gpus) -> None:
+    await gpus.lease("a", 3, need_bytes=1, wait_s=1)
+    waiting = asyncio.create_task(gpus.lease("b", 1, need_bytes=1, wait_s=60))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    gpus.release("a")
+    assert len((await gpus.lease("c", 3, need_bytes=1, wait_s=1)).uuids) == 3
+
+
+async def test_the_donors_gpu_is_preferred_and_another_will_do(gpus: Gpus) -> None:
+    assert (await gpus.lease("a", 1, need_bytes=1, wait_s=1, prefer=("GPU-1",))).indices == (1,)
+    assert (await gpus.lease("b", 1, need_bytes=1, wait_s=1, prefer=("GPU-1",))).indices == (0,)
+
+
+async def test_restore_case_54_a_gpu_without_room_is_not_leased(gpus: Gpus, tmp_path: Path) -> None:
+    (tmp_path / "cuda/stranger-bytes").write_text(str(6 << 30))
+    assert (await gpus.lease("a", 1, need_bytes=2 << 30, wait_s=1)).free_bytes == 2 << 30
+    with pytest.raises(Environment, match=r"GPU 1: 2\.0 GiB free of 3\.0 GiB needed \(used by nobody that the driver names\)"):
+        await gpus.lease("b", 1, need_bytes=3 << 30, wait_s=0.1)
+
+
+async def test_leases_of_a_survivor_are_adopted(gpus: Gpus) -> None:
+    gpus.adopt("old", ["GPU-0", "GPU-2"])
+    assert (await gpus.lease("new", 1, need_bytes=1, wait_s=1)).uuids == ("GPU-1",)
+    gpus.release("old")
+    assert (await gpus.lease("other", 2, need_bytes=1, wait_s=1)).uuids == ("GPU-0", "GPU-2")
+
+
+async def test_more_than_there_are_are_refused_at_once(gpus: Gpus) -> None:
+    with pytest.raises(Environment, match=r"4 GPUs are asked for, and this host has 3; lower engine\.gpu\.count"):
+        await gpus.lease("a", 4, need_bytes=1, wait_s=60)
+    with pytest.raises(Environment, match="the driver on this host knows none"):
+        await Gpus(gpus.cuda, None).lease("a", 1, need_bytes=1, wait_s=60)
+
+
+async def test_state_that_does_not_fit_into_memory_is_not_moved_there(
+    gpus: Gpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    engine = await asyncio.create_subprocess_exec(
+        "sleep", "60", env={"FAKE_CUDA": str(tmp_path / "cuda"), "HOME": str(home), **os.environ} | {"HOME": str(home)}
+    )
+    try:
+        (home / f"cuda-{engine.pid}").write_text(json.dumps({"state": "running", "index": 0, "bytes": 4 << 30}))
+        await gpus.lease("a", 1, need_bytes=1, wait_s=1)
+        monkeypatch.setattr("restorer.gpus.memory", lambda: (8 << 30, 7 << 30))
+        await gpus.leave([engine.pid])
+        assert not (tmp_path / "cuda/calls").exists()
+        monkeypatch.setattr("restorer.gpus.memory", lambda: (16 << 30, 9 << 30))
+        await gpus.leave([engine.pid])
+        assert [line.split()[0] for line in (tmp_path / "cuda/calls").read_text().splitlines()] == ["lock", "checkpoint"]
+    finally:
+        engine.kill()
+        await engine.wait()
+
+
+# ---------------------------------------------------------------- the map
+
+
+def host(*uuids: str) -> GpuFacts:
+    common = {"name": "T", "memory_bytes": 1, "compute": "9.0", "mig": False, "persistence": True}
+    return GpuFacts(driver="580", mps=False, gpus=tuple(Gpu(uuid=uuid, **common) for uuid in uuids))
+
+
+def state(uuids: tuple[str, ...], used: tuple[str, ...]) -> GpuState:
+    return GpuState(pids=(1,), uuids=uuids, used=used, state_bytes=0, awake_bytes=0, weights=())
+
+
+def placed(*uuids: str) -> Placement:
+    return Placement(uuids, (0,) * len(uuids), 0)
+
+
+def test_restore_case_57_nothing_is_mapped_where_nothing_moves() -> None:
+    assert mapping(state(("a", "b"), ("a",)), placed("a"), host("a", "b")) == []
+
+
+def test_restore_case_57_eight_visible_and_one_used_are_all_mapped() -> None:
+    eight = tuple("abcdefgh")
+    pairs = mapping(state(eight, ("c",)), placed("e"), host(*eight))
+    assert dict(pairs) == {**{uuid: uuid for uuid in eight}, "c": "e", "e": "c"}
+    assert [old for old, _ in pairs] == list(eight)
+
+
+def test_another_hosts_gpus_take_the_places_of_the_donors() -> None:
+    assert dict(mapping(state(("a", "b"), ("b",)), placed("x"), host("x", "y"))) == {"b": "x", "a": "y"}
+
+
+def test_another_number_of_gpus_is_refused() -> None:
+    with pytest.raises(Environment, match="the snapshot knew 2 GPUs and used 1; this host has 1"):
+        mapping(state(("a", "b"), ("a",)), placed("a"), host("a"))
+
+
+@given(st.data())
+def test_a_map_is_one_to_one_and_whole_wherever_the_engine_goes(data: st.DataObject) -> None:
+    old = tuple(data.draw(st.permutations("abcdef")))
+    new = tuple(data.draw(st.sampled_from(["abcdef", "abcxyz", "uvwxyz"])))
+    count = data.draw(st.integers(1, 6))
+    used = tuple(data.draw(st.permutations(old))[:count])
+    target = tuple(data.draw(st.permutations(new))[:count])
+    pairs = dict(mapping(state(old, used), placed(*target), host(*new))) or {uuid: uuid for uuid in old}
+    assert sorted(pairs) == sorted(old)
+    assert sorted(pairs.values()) == sorted(new)
+    assert [pairs[uuid] for uuid in used] == list(target)
