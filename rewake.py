@@ -12,10 +12,9 @@ import contextlib
 import dataclasses
 import os
 import re
-import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -23,17 +22,14 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from gateway import keys
-from policies.config import Config, Model
-from policies.manifest import Manifest
+from policies.config import Config
 from policies.replica import TERMINAL
-from policies.wire import Operation, OperationState
-from restorer import commands, rundir
+from restorer import commands, rundir, snapshot_commands
 from restorer import doctor as doctors
-from restorer.console import bytes_bar, print_json, print_table, size, stages, when
-from restorer.errors import RestorerError, SnapshotError
+from restorer.commands import AsJson, ConfigFile, NoWait, Timeout, finish, model_named
+from restorer.console import print_json, print_table, when
+from restorer.errors import RestorerError
 from restorer.operator import DEFAULTS, FAILED, USAGE, Admin, Failed, load
-from restorer.snapshots import SnapshotStore, verify_files
-from restorer.stamps import Stamps
 from restorer.up import Up, command, environment
 
 OK, INTERRUPTED = 0, 130
@@ -42,15 +38,8 @@ _SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 _ID = re.compile(r"[0-9a-f]{16}")
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Cold starts that are none.")
-snapshots = typer.Typer(no_args_is_help=True, help="Make, list, verify and remove snapshots.")
-app.add_typer(snapshots, name="snapshot")
+app.add_typer(snapshot_commands.snapshots, name="snapshot")
 
-ConfigFile = Annotated[
-    Path | None, typer.Option("--config", "-c", metavar="FILE", help=f"Default: {' or '.join(map(str, DEFAULTS))}.")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-NoWait = Annotated[bool, typer.Option("--no-wait", help="Do not wait for the end; print the operation's id.")]
-Timeout = Annotated[float, typer.Option(min=0, metavar="SECONDS", help="Stop waiting (not the operation) after this long.")]
 Worker = Annotated[int, typer.Option(min=0, help="Number of this worker; workers share one port.")]
 
 
@@ -193,7 +182,7 @@ def scale(
 ) -> None:
     """Run N replicas of MODEL: start or park what that takes."""
     parsed = load(config)[1]
-    name, spec = _model(parsed, model)
+    name, spec = model_named(parsed, model)
     if replicas > spec.max_replicas:
         raise Failed(f"models.{name}.max_replicas is {spec.max_replicas}; raise it to run {replicas}", USAGE)
     with Admin(parsed) as admin:
@@ -202,14 +191,14 @@ def scale(
             print(f"{name} has {now} replicas already")
             return
         verb = "scale-up" if replicas > now else "scale-down"
-        _finish(admin, admin.begin(verb, {"model": name, "replicas": replicas}), no_wait, timeout)
+        finish(admin, admin.begin(verb, {"model": name, "replicas": replicas}), no_wait, timeout)
 
 
 @app.command()
 def drain(replica: str, config: ConfigFile = None, no_wait: NoWait = False, timeout: Timeout = 3600.0) -> None:
     """Stop one REPLICA (model#slot, or an incarnation) once its requests have ended."""
     with Admin(load(config)[1]) as admin:
-        _finish(admin, admin.begin("drain", {"replica": admin.replica(replica)["id"]}), no_wait, timeout)
+        finish(admin, admin.begin("drain", {"replica": admin.replica(replica)["id"]}), no_wait, timeout)
 
 
 @app.command()
@@ -240,161 +229,6 @@ def logs(
     except OSError as error:
         raise Failed(f"{path}: {error.strerror}; a log is on the replica's host, for its user, while the replica runs") from None
     sys.stdout.flush()
-
-
-# ---------------------------------------------------------------- snapshots
-
-
-@snapshots.command("create")
-def create(model: str, config: ConfigFile = None, no_wait: NoWait = False, timeout: Timeout = 7200.0) -> None:
-    """Start a donor of MODEL, capture it, and publish the snapshot."""
-    parsed = load(config)[1]
-    name, _ = _model(parsed, model)
-    with Admin(parsed) as admin:
-        _finish(admin, admin.begin("snapshots", {"model": name}), no_wait, timeout)
-
-
-@snapshots.command("ls")
-def ls(config: ConfigFile = None, json_: AsJson = False) -> None:
-    """List the snapshots of this host."""
-    store = _store(load(config)[1])
-    found = [_summary(store, manifest) for manifest in store.list()]
-    whole = {summary["id"] for summary in found}
-    for id in sorted(path.name for path in store.root.iterdir() if _ID.fullmatch(path.name)):
-        if id not in whole:
-            found.append(dict.fromkeys(found[0] if found else ("id", "model"), None) | {"id": id, "state": _damage(store, id)})
-    if json_:
-        return print_json(found)
-    print_table(_TITLES, [_row(summary) for summary in found])
-
-
-@snapshots.command("show")
-def show(id: str, config: ConfigFile = None, json_: AsJson = False) -> None:
-    """Print what a snapshot is: by its ID, or by the beginning of it."""
-    store = _store(load(config)[1])
-    manifest = store.load(id)
-    if json_:
-        reason = store.quarantined(manifest.id)
-        return print_json({"id": manifest.id, "quarantined": reason, "manifest": manifest.model_dump(mode="json")})
-    host, profile = manifest.host, manifest.profile
-    rows = {
-        **dict(zip(_TITLES[1:], _row(_summary(store, manifest))[1:], strict=True)),
-        "COMMAND": shlex.join(profile.command),
-        "WEIGHTS": "\n".join(f"{path} sha256 {sha256[:16]}…" for path, sha256 in profile.weights.items()) or "none listed",
-        "HOST": f"{host.hostname}: {host.cpu_model}, Linux {host.kernel}, CRIU {host.criu_version}",
-        "OBJECTS": f"{len(manifest.objects)}, {size(sum(item.bytes for item in manifest.objects))} apparent",
-        "FILES": f"{len(manifest.files)} outside the snapshot must be unchanged",
-        "CANARY": f"{len(manifest.canary)} requests, {sum(exchange.tokens for exchange in manifest.canary)} tokens",
-        "PROCESSES": f"{len(manifest.pids)} pids and tids under {manifest.root_pid}",
-        "FOLDER": str(store.folder(manifest.id)),
-    }
-    print_table(["SNAPSHOT", manifest.id], list(rows.items()))
-
-
-@snapshots.command("verify")
-def verify(id: str, config: ConfigFile = None, json_: AsJson = False) -> None:
-    """Read every byte of a snapshot, and what it needs besides, and compare it with what was committed."""
-    parsed = load(config)[1]
-    store = _store(parsed)
-    manifest, began = store.load(id), time.monotonic()
-    total = sum(item.bytes for item in manifest.objects)
-    with bytes_bar(manifest.id, total) as report:
-        faults = [*store.verify(manifest.id, full=True, progress=lambda done, _: report(done))]
-    faults += verify_files(manifest, _stamps(parsed))
-    seconds = time.monotonic() - began
-    if json_:
-        print_json({"id": manifest.id, "faults": [str(fault) for fault in faults], "bytes": total, "seconds": round(seconds, 3)})
-    else:
-        for fault in faults:
-            print(fault)
-        verdict = f"faults: {len(faults)}" if faults else "whole"
-        print(f"{manifest.id}: {verdict}; {size(total)} in {seconds:.1f} s ({total / seconds / 1e6:.0f} MB/s)")
-    raise typer.Exit(FAILED if faults else OK)
-
-
-@snapshots.command("rm")
-def rm(ids: Annotated[list[str], typer.Argument(metavar="ID...")], config: ConfigFile = None) -> None:
-    """Remove snapshots, each given by its ID or the beginning of it."""
-    store = _store(load(config)[1])
-    # A damaged one has no manifest to load: its whole id must be given.
-    exact = [id if _ID.fullmatch(id) else store.load(id).id for id in ids]
-    for id in dict.fromkeys(exact):
-        store.remove(id)
-        print(f"removed {id}")
-
-
-def _store(config: Config) -> SnapshotStore:
-    try:
-        return SnapshotStore(Path(config.state_dir) / "snapshots", _stamps(config))
-    except OSError as error:
-        raise Failed(f"{error.filename}: {error.strerror}; snapshots are read by the user that runs the restorer") from None
-
-
-def _stamps(config: Config) -> Stamps:
-    """Stamps of our own: a restorer that runs now writes its file at any time."""
-    return Stamps(Path(config.state_dir) / "stamps.cli.json")
-
-
-def _summary(store: SnapshotStore, manifest: Manifest) -> dict[str, Any]:
-    reason = store.quarantined(manifest.id)
-    return {
-        "id": manifest.id,
-        "model": manifest.profile.model,
-        "engine": manifest.profile.engine,
-        "created_ms": manifest.created_ms,
-        "bytes": manifest.bytes,
-        "cold_start_s": manifest.cold_start_s,
-        "state": f"quarantined: {reason}" if reason else "committed",
-    }
-
-
-def _damage(store: SnapshotStore, id: str) -> str:
-    try:
-        store.load(id)
-    except SnapshotError as error:
-        return f"damaged: {error}"
-    return "committed just now"
-
-
-_TITLES = ["SNAPSHOT", "MODEL", "ENGINE", "MADE", "SIZE", "COLD START", "STATE"]
-_COLUMNS: Mapping[str, Callable[[Any], str]] = {
-    "id": str,
-    "model": str,
-    "engine": str,
-    "created_ms": when,
-    "bytes": size,
-    "cold_start_s": "{:.1f} s".format,
-    "state": str,
-}
-
-
-def _row(summary: Mapping[str, Any]) -> list[str]:
-    return ["-" if summary.get(key) is None else show(summary[key]) for key, show in _COLUMNS.items()]
-
-
-def _model(config: Config, name: str) -> tuple[str, Model]:
-    found = config.resolve(name)
-    if found is None:
-        raise Failed(f"the configuration has no model {name!r}; it has {', '.join(config.models)}", USAGE)
-    return found, config.models[found]
-
-
-def _finish(admin: Admin, operation: Operation, no_wait: bool, timeout: float) -> NoReturn:
-    """Show an operation until its end; exits with its code."""
-    if no_wait:
-        print(operation.id)
-        raise typer.Exit(OK)
-    began, what = time.monotonic(), f"{operation.kind.replace('_', '-')} of {operation.model}"
-    with stages(what) as show:
-        try:
-            operation = admin.follow(operation, within=timeout, progress=show)
-        except KeyboardInterrupt:
-            raise Failed(f"operation {operation.id} goes on by itself", INTERRUPTED) from None
-    made = f", snapshot {operation.snapshot}" if operation.snapshot else ""
-    detail = f": {operation.detail}" if operation.detail else ""
-    print(f"{what} {operation.state} after {time.monotonic() - began:.1f} s{made}{detail}", flush=True)
-    succeeded = operation.state == OperationState.SUCCEEDED
-    raise typer.Exit(operation.code if succeeded else operation.code or FAILED)
 
 
 if __name__ == "__main__":
