@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gzip
+import itertools
 import json
+from random import Random
 
 import pytest
 from conftest import eventually
 from fake_replica import CHAT, Exchange, Fleet, configuration, replica_server, serving
+from openai import AsyncOpenAI
 
-from gateway import server
+from gateway import multipart, server
 from policies.config import parse
 
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: g\r\n"
@@ -110,6 +113,84 @@ async def test_gateway_case_50_what_two_servers_could_read_differently_is_400_an
         assert b"HTTP/1.1 " not in body
         assert fake.requests == []
         await eventually(lambda: served.counts() == (0, 0, 0))
+
+
+PIECES = (
+    *(b"POST ", b"GET ", b"/v1/chat/completions", b"/v1/models", b" HTTP/1.1", b" HTTP/1.0", b"\r\n", b"\n", b"\r", b"\r\n\r\n"),
+    *(
+        b"Host: g\r\n",
+        b"Content-Length: 13\r\n",
+        b"Content-Length: 0\r\n",
+        b"Transfer-Encoding: chunked\r\n",
+        b": ",
+        b" ",
+        b"\t",
+        b"\x00",
+    ),
+    *(
+        BODY,
+        b"d\r\n" + BODY + b"\r\n",
+        b"0\r\n\r\n",
+        b"0\r\nX: y\r\n\r\n",
+        b"Connection: close\r\n",
+        b"Expect: 100-continue\r\n",
+        b"\xff",
+    ),
+    *(b"Upgrade: websocket\r\nConnection: Upgrade\r\n", b"Content-Encoding: gzip\r\n", b"1" * 20, b"{", b"\r\n0"),
+)
+GOOD = (
+    HEAD + b"Content-Length: 13\r\n\r\n" + BODY,
+    HEAD + b"Transfer-Encoding: chunked\r\n\r\n3\r\n" + BODY[:3] + b"\r\na\r\n" + BODY[3:] + b"\r\n0\r\n\r\n",
+    HEAD + b"Content-Type: application/json\r\nAccept: */*\r\nContent-Length: 27\r\n\r\n" + b'{"model":"m","stream":true}',
+    b"GET /v1/models HTTP/1.1\r\nHost: g\r\n\r\n",
+)
+
+
+def mutated(random: Random) -> bytes:
+    """Good requests behind one another, with some bytes put in, taken out, or changed."""
+    data = bytearray(b"".join(random.choices(GOOD, k=random.randint(1, 3))))
+    for _ in range(random.randint(0, 3)):
+        at = random.randrange(len(data))
+        data[at : at + random.choice((0, 0, 1, 2, 8))] = random.choice((*PIECES, b"", b"", bytes([random.randrange(256)])))
+    return bytes(data)
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_mutated_requests_reach_the_replica_whole_or_not_at_all(store, store_server, seed):
+    """Whatever the bytes and wherever they are cut: what the replica got was in them, as often as somebody was told 200."""
+    random = Random(seed)
+
+    async def attack(port: int) -> tuple[bytes, bytes]:
+        data = mutated(random)
+        cuts = sorted(random.randrange(len(data) + 1) for _ in range(random.randint(0, 4)))
+        pieces = [data[a:b] for a, b in itertools.pairwise([0, *cuts, len(data)])]
+        reader, writer = await raw(port, *pieces)
+        with contextlib.suppress(ConnectionError):
+            writer.write_eof()
+        answer = b""
+        with contextlib.suppress(ConnectionError):
+            async with asyncio.timeout(10):
+                while piece := await reader.read(65536):
+                    answer += piece
+        writer.close()
+        return data, answer
+
+    async with warm(store, store_server) as (served, fake):
+        for _ in range(40):
+            before = len(fake.requests)
+            data, answer = await attack(served.port)
+            assert not answer or answer.startswith((b"HTTP/1.1 ", b"HTTP/1.0 ")), data
+            await eventually(lambda: served.counts() == (0, 0, 0))
+            got = fake.requests[before:]
+            assert len(got) >= answer.count(b"chat.completion"), data
+            for request in got:
+                assert json.loads(request.body)["model"] in ("m", "alias/of-m"), data
+                assert (request.method, request.path.partition("?")[0]) == ("POST", CHAT), data
+                names = [name.lower() for name, _ in request.headers]
+                assert names.count("content-length") == names.count("host") == 1, data
+                assert "transfer-encoding" not in names, data
+        assert (await served.chat()).status_code == 200
+        assert served.gateway.intake.buffered == 0
 
 
 async def test_a_head_that_drips_is_408_also_behind_a_request(store, store_server, monkeypatch):
@@ -450,6 +531,28 @@ async def test_gateway_case_61_hop_by_hop_and_the_gateways_own_headers_stay_here
         assert (got.header("traceparent"), got.header("x-request-id"), got.header("cookie")) == ("00-1", "mine", "a=b")
         assert got.header("host") == f"{fake.address}:{fake.port}"
         assert got.header("x-forwarded-proto") == "http"
+
+
+async def test_the_openai_sdk_sends_files(store, store_server):
+    async def text(exchange: Exchange) -> None:
+        await exchange.json({"text": "hello"})
+
+    async def image(exchange: Exchange) -> None:
+        await exchange.json({"created": 1, "data": [{"b64_json": "QQ=="}]})
+
+    async with warm(store, store_server, configuration(model__served_name="org/whisper")) as (served, fake):
+        async with AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+            fake.scripts += [text, image]
+            heard = await client.audio.transcriptions.create(file=("ü.wav", b"RIFF\x00\r\n--", "audio/wav"), model="m")
+            assert heard.text == "hello"
+            made = await client.images.edit(image=("a.png", b"\x89PNG\r\n"), prompt="more", model="m")
+            assert made.data[0].b64_json == "QQ=="
+        paths = ("/v1/audio/transcriptions", "/v1/images/edits")
+        for request, path, file in zip(fake.requests, paths, (b"RIFF\x00\r\n--", b"\x89PNG\r\n"), strict=True):
+            found, _ = multipart.parts(request.body, multipart.boundary(request.header("content-type")))
+            assert request.path == path
+            assert multipart.field(request.body, found, "model") == "org/whisper"
+            assert file in [request.body[part.value : part.end] for part in found if part.file]
 
 
 async def test_an_upgrade_that_nobody_offers_is_ignored(store, store_server):
