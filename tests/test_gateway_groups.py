@@ -356,6 +356,8 @@ async def test_a_waiting_request_displaces_the_idle_model_and_is_served_in_its_p
         # Its turn is long, but nobody uses it.
         served.gateway.scaler._cost_s = lambda model: 1000.0
         request = asyncio.create_task(served.chat("b"))
+        await eventually(lambda: served.gateway.scaler._places)
+        assert served.gateway.scaler.place_s("a") == 0
         stop = (await eventually(fleet.stops, within=6))[0]
         assert (stop.model, stop.reason, stop.detail) == ("a", "group", "displaced by b: nobody used it")
         assert served.held("b") == 1
@@ -378,6 +380,8 @@ async def test_a_busy_model_keeps_its_place_for_its_turn(fleet, store_server):
     async with swapping(store_server, shared({"min_tenure_s": 30}, a={}, b={}), fleet, serving_s=10) as served:
         waiting = asyncio.create_task(served.chat("b"))
         await eventually(fleet.queue)
+        # Its turn ends in 20 s; whoever waits is told.
+        assert await eventually(lambda: 15 < served.gateway.scaler.place_s("b") <= 20)
         for _ in range(6):
             assert (await served.chat("a")).status_code == 200
             await asyncio.sleep(0.5)
