@@ -32,7 +32,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         kinds = ["embedded", "redis"] if metafunc.definition.get_closest_marker("contract") else ["embedded"]
         metafunc.parametrize("store_server", kinds, indirect=True, scope="session")
     if metafunc.module.__name__ in BOTH_PATHS and "store_server" in metafunc.fixturenames:
-        metafunc.parametrize("path", ["fast", "ordinary"], indirect=True)
+        metafunc.parametrize("way", ["fast", "ordinary"], indirect=True)
 
 
 BOTH_PATHS = frozenset(f"test_gateway_{name}" for name in ("callers", "cut", "hold", "late", "proxy", "replicas", "wire"))
@@ -40,7 +40,7 @@ BOTH_PATHS = frozenset(f"test_gateway_{name}" for name in ("callers", "cut", "ho
 
 
 @pytest.fixture(autouse=True)
-def path(request: pytest.FixtureRequest) -> Iterator[None]:
+def way(request: pytest.FixtureRequest) -> Iterator[None]:
     """Which way through the gateway requests take in this test."""
     token = fake_replica.PATH.set(getattr(request, "param", "fast"))
     yield
