@@ -40,6 +40,13 @@ class Shared:
         self.place = place
         self._lock = lock
 
+    def succeed(self, id: str) -> str:
+        """Leave this process's id here for the next one; the id of the one before, which is dead, or nothing."""
+        note = self.folder / f"{self.place}.lock"
+        before = note.read_text(errors="replace").strip()
+        note.write_text(id)
+        return before
+
     def forget_dead(self) -> None:
         """Remove the gauges of workers that are gone."""
         for file in self.folder.glob("gauge_live*.db"):
@@ -112,6 +119,10 @@ class Metrics:
         self.config_last_reload_successful.set(1)
         self._gauge("build_info", "Always 1.", ["version"], mode="livemax").labels(version).set(1)
         self.store_connected = self._gauge("store_connected", "1 while the store answers.", mode="livemin")
+
+    def succeed(self, id: str) -> str:
+        """The id of the worker that had this one's place, if one died there."""
+        return "" if self._shared is None else self._shared.succeed(id)
 
     def know(self, models: Iterable[str]) -> None:
         """Label these models with their own names; one that was known before keeps its series."""

@@ -4,7 +4,8 @@
 -- KEYS  1 :events            pubsub
 --       2.. :permits:{name}  hash  gateway -> entry "held want served_ms expires_ms number spare"; and SETTLING -> ms
 -- ARGV  1 JSON: gateway; number (of this call; an older one that arrives late is ignored); ttl_ms of an entry; settle_ms;
---         tenure_ms; spare (1: it takes a part of what nobody wants); leave (true: it gives back all);
+--         tenure_ms; spare (1: it takes a part of what nobody wants); leave (true: it gives back all); dead: a gateway that
+--         is known to be no more, or "";
 --         pools: for each key after the first {name, total, keep, want, held}
 --           keep: it goes on with at least so many whatever the answer; want: what it could use; held: what it had
 -- Returns JSON, for each pool {held, target, needed}, or {stale: true}.
@@ -90,6 +91,10 @@ end
 
 local function settle(key, pool)
   local entries, settling = read(key)
+  if entries[args.dead] then
+    entries[args.dead] = nil
+    redis.call('HDEL', key, args.dead)
+  end
   local known = entries[me]
   if known and number < known.number then return { stale = true } end
   local had = known and known.held or 0

@@ -40,11 +40,11 @@ class Lender:
         self.calls: list[list[Wish]] = []
         self.lost = False
 
-    async def lend(self, gateway: str, number: int, wishes: Any, *, spare: bool, leave: bool) -> list[Grant | None]:
+    async def lend(self, gateway: str, number: int, wishes: Any, *, spare: bool, leave: bool, dead: str) -> list[Grant | None]:
         if self.lost:
             raise StoreUnavailable("cut off", retry_after_s=1.0)
         self.calls.append(list(wishes))
-        return list(await self.store.lend(gateway, number, wishes, spare=spare, leave=leave))
+        return list(await self.store.lend(gateway, number, wishes, spare=spare, leave=leave, dead=dead))
 
 
 class Gateway:
@@ -229,8 +229,9 @@ async def test_a_gateway_that_leaves_gives_all_back_at_once(store, store_server)
 
 
 async def test_a_gateway_that_died_is_forgotten_after_a_while(store, store_server, monkeypatch):
-    monkeypatch.setattr(permits_module, "TTL_S", 0.3)
-    monkeypatch.setattr("gateway.store.TTL_S", 0.3)
+    for name, seconds in (("PERIOD_S", 0.1), ("TTL_S", 0.5)):
+        monkeypatch.setattr(permits_module, name, seconds)
+    monkeypatch.setattr("gateway.store.TTL_S", 0.5)
     async with gateways(store_server, 2, 4) as [a, b]:
         await eventually(lambda: a.limit)
         a.ask(4)
@@ -238,6 +239,19 @@ async def test_a_gateway_that_died_is_forgotten_after_a_while(store, store_serve
         a.lender.lost = True
         b.ask(4)
         await eventually(lambda: b.used == 4, within=3)
+
+
+async def test_a_successor_takes_over_at_once_from_a_gateway_that_was_killed(store, store_server):
+    """It is certain that the predecessor is dead: nobody waits for its lease to expire."""
+    async with gateways(store_server, 2, 4) as [killed, successor]:
+        await eventually(lambda: killed.limit)
+        killed.ask(4)
+        await eventually(lambda: killed.used == 4)
+        killed.lender.lost = True
+        successor.permits.dead = "g0"
+        successor.ask(4)
+        await eventually(lambda: successor.used == 4, within=1)
+        assert await noted(store) == {"g1": 4}
 
 
 async def test_a_store_that_forgot_gives_no_more_until_all_have_spoken(tmp_path):
