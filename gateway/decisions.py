@@ -170,7 +170,11 @@ class Decisions:
         trail.phase, trail.first_byte_s = "streaming", now - trail.since
         self._registry.outcome(replica, outcome_of(status), f"it answered {status}")
         self._metrics.time_to_first_byte.labels(replica.model, trail.start).observe(trail.first_byte_s)
-        return envelope.returned(headers, id=trail.id, start=trail.start, incarnation=replica.incarnation)
+        pairs, events = envelope.returned(headers, id=trail.id, start=trail.start, incarnation=replica.incarnation)
+        for name in order.dialect.id_headers:
+            pairs = [(other, value) for other, value in pairs if other.lower() != name]
+            pairs.append((name, trail.id))
+        return pairs, events
 
     # What may go wrong between 8 and 10; each says what the client is told.
 
