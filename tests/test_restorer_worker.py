@@ -123,6 +123,15 @@ async def test_models_may_be_preloaded_again_when_nothing_runs_here_or_elsewhere
         assert bool(await store.exists("rewake:preloaded")) is found
 
 
+async def test_what_a_gateway_preloaded_before_the_restorer_came_is_not_preloaded_twice(store: Any, store_server: str) -> None:
+    async with bench(store_server) as one:
+        await store.sadd("rewake:preloaded", "b")
+        assert await one.operations.preload("a") is not None
+        await one.jobs.begin_anew()
+        assert await store.smembers("rewake:preloaded") == {"a"}
+        assert await one.operations.preload("a") is None
+
+
 async def test_housekeeping_forgets_what_starts_of_lost_snapshots_took(store: Any, store_server: str) -> None:
     kept, gone = StageKey("host-a", "s1", "canary").field, StageKey("host-a", "s2", "canary").field
     await store.hset("rewake:stages:a", mapping={kept: "[1.0]", gone: "[2.0]"})
