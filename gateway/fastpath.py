@@ -113,6 +113,8 @@ class FastProtocol(asyncio.Protocol):
         """The last head and what it says: clients repeat themselves."""
         self._passing: Passing | None = None
         self._task: asyncio.Task[None] | None = None
+        self._under_way = False
+        """The task has taken its first step."""
         self._peer: str | None = None
         self._scheme = "http"
         self._paused_reading = False
@@ -143,7 +145,8 @@ class FastProtocol(asyncio.Protocol):
             self.answering.lost()
         if self._passing is not None:
             self._passing.client_left()
-        elif self._task is not None:
+        elif self._task is not None and self._under_way:
+            # One that was cancelled before its first step would never run, and give nothing back.
             self._task.cancel()
 
     def pause_writing(self) -> None:
@@ -250,7 +253,7 @@ class FastProtocol(asyncio.Protocol):
 
     def _carry(self, order: Order, claim: Claim | None) -> None:
         """Go on in a task: it has to wait."""
-        self._passing = None
+        self._passing, self._under_way = None, False
         self._task = task = self._path.loop.create_task(self._carried(order, claim))
         self._path.tasks.add(task)
         task.add_done_callback(self._path.tasks.discard)
@@ -261,7 +264,10 @@ class FastProtocol(asyncio.Protocol):
 
     async def _carried(self, order: Order, claim: Claim | None) -> None:
         assert self.answering is not None
-        answering = self.answering
+        assert self._task is not None
+        answering, self._under_way = self.answering, True
+        if self.transport is None:
+            self._task.cancel()
         try:
             await self._path.proxy.go(order, answering, claim)
         except GatewayError as error:
