@@ -41,11 +41,12 @@ local function read(key)
   return entries, settling
 end
 
--- Who gets what cannot be split: first those in their tenure, then whoever was served longest ago.
+-- Who gets what cannot be split: those in their tenure, the latest first, so that it stays where it just went; then whoever
+-- was served longest ago.
 local function before(a, b)
   local x, y = now - a.served < args.tenure_ms, now - b.served < args.tenure_ms
   if x ~= y then return x end
-  if a.served ~= b.served then return a.served < b.served end
+  if a.served ~= b.served then return (a.served > b.served) == x end
   return a.id < b.id
 end
 
@@ -112,7 +113,12 @@ local function settle(key, pool)
     if id ~= me then others = others + entry.held end
   end
   shares(entries, pool.total)
-  local possible = math.min(mine.share, math.max(0, pool.total - others))
+  local free = math.max(0, pool.total - others)
+  local possible = math.min(mine.share, free)
+  if possible < mine.want and not others_starve(entries) then
+    -- Somebody's share of what cannot be split lies about: better used than fair.
+    possible = math.min(mine.want, free)
+  end
   if settling > now then possible = math.min(possible, pool.held) end
   mine.held = math.max(pool.keep, possible)
   if mine.held > had then mine.served = now end

@@ -314,6 +314,36 @@ async def test_pools_of_tenants_are_shared_like_replicas(store, store_server):
         await eventually(lambda: a.permits.places("t") == 10, within=5)
 
 
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(total=st.integers(1, 20), wants=st.lists(st.integers(0, 12), min_size=1, max_size=5), seed=st.integers(0, 2**32))
+def test_shares_are_max_min_fair_whatever_is_wanted(store_server, total, wants, seed):
+    """Nobody is short while somebody else has more than one above it, and nothing that is wanted is left lying about."""
+    asyncio.run(_settled(store_server, total, wants, random.Random(seed)))
+
+
+async def _settled(url: str, total: int, wants: list[int], chance: random.Random) -> None:
+    client, store = redis_asyncio.from_url(url, decode_responses=True), Store(url, "rewake")
+    try:
+        await client.flushall()
+        number, order = 0, list(range(len(wants)))
+        for _ in range(5):
+            chance.shuffle(order)
+            for n in order:
+                number += 1
+                wish = Wish("replica:i", total, 0, wants[n], 0)
+                await store.lend(f"g{n}", number, [wish], spare=True, leave=False)
+        held = await noted(client)
+    finally:
+        await store.close()
+        await client.aclose()
+    parts = [held[f"g{n}"] for n in range(len(wants))]
+    assert sum(parts) >= min(total, sum(wants)), parts
+    assert sum(parts) > total - len(parts), parts
+    for want, part in zip(wants, parts, strict=True):
+        if part < want:
+            assert max(parts) <= part + 1, parts
+
+
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32), total=st.integers(1, 6))
 def test_gateway_case_72_whatever_happens_the_total_is_never_exceeded(store_server, seed, total):
