@@ -283,6 +283,30 @@ async def test_sighup_reads_the_file_again_and_a_bad_one_changes_nothing(folder,
         assert await models() == {"m"}
 
 
+async def test_a_socket_of_systemd_outlives_the_process_and_nobody_is_refused(folder, store_url):
+    """`systemctl restart` of the only process: who comes in between waits in the socket's queue."""
+    arguments = written(folder, 1)
+    file = folder / "rewake.yaml"
+    file.write_text(yaml.safe_dump(yaml.safe_load(file.read_text()) | {"store": {"url": store_url}}))
+    with socket.create_server(("127.0.0.1", 0)) as ours:
+        url = f"http://127.0.0.1:{ours.getsockname()[1]}"
+        # As systemd does it: the socket is number 3, and the variables name the process that they are for.
+        script = f'export LISTEN_FDS=1 LISTEN_PID=$$; exec "$@" 3<&{ours.fileno()}'
+        argv = ["bash", "-c", script, "-", sys.executable, str(ROOT / "rewake.py"), "gateway", "-c", arguments[1]]
+        for _ in range(2):
+            async with httpx.AsyncClient(base_url=url, timeout=20) as http:
+                early = asyncio.create_task(http.get("/health"))
+                process = await asyncio.create_subprocess_exec(*argv, pass_fds=[ours.fileno()], cwd=ROOT)
+                try:
+                    assert (await early).status_code == 200
+                    process.send_signal(signal.SIGTERM)
+                    assert await asyncio.wait_for(process.wait(), 20) == 0
+                finally:
+                    if process.returncode is None:
+                        process.kill()
+                        await process.wait()
+
+
 async def test_tls_from_the_first_byte_with_a_key_that_is_roots_alone(folder, store_url):
     pair = make(folder, "server")
     pair.key.chmod(0o600)
