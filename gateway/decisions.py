@@ -169,7 +169,7 @@ class Decisions:
         trail = order.trail
         trail.phase, trail.first_byte_s = "streaming", now - trail.since
         self._registry.outcome(replica, outcome_of(status), f"it answered {status}")
-        self._metrics.time_to_first_byte.labels(replica.model, trail.start).observe(trail.first_byte_s)
+        self._metrics.first_byte(replica.model, trail.start, trail.first_byte_s)
         pairs, events = envelope.returned(headers, id=trail.id, start=trail.start, incarnation=replica.incarnation)
         for name in order.dialect.id_headers:
             pairs = [(other, value) for other, value in pairs if other.lower() != name]
@@ -222,14 +222,13 @@ class Decisions:
 
     def account(self, trail: Trail) -> None:
         """11. It has ended, somehow."""
-        metrics, model = self._metrics, self._metrics.model(trail.model)
+        metrics = self._metrics
         trail.seconds = asyncio.get_running_loop().time() - trail.since
-        metrics.requests.labels(model, trail.route, str(trail.status), trail.start).inc()
         metrics.account(trail)
         if trail.status == 499:
             metrics.client_disconnects.labels(trail.phase).inc()
         elif trail.code:
-            metrics.errors.labels(model, trail.code).inc()
+            metrics.errors.labels(metrics.model(trail.model), trail.code).inc()
         if trail.client_retry:
-            metrics.client_retries.labels(model).inc()
+            metrics.client_retries.labels(metrics.model(trail.model)).inc()
         self._log.write(trail)
