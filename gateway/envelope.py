@@ -16,7 +16,7 @@ import msgspec
 
 from gateway.client import SPOKEN_FOR
 from gateway.errors import InvalidRequest, MissingModel
-from gateway.members import Buffer, Repeated, members
+from gateway.members import Buffer, Crowded, Repeated, members
 
 Pairs = list[tuple[str, str]]
 
@@ -99,6 +99,9 @@ def _refuse_repeats(body: Buffer) -> None:
     try:
         members(body)
         return
+    except (msgspec.DecodeError, Crowded) as error:
+        reason = str(error) or "too many"
+        raise InvalidRequest(f"The request body's fields cannot be told apart: {reason}.", "invalid_json") from None
     except Repeated:
         if len(body) > _LARGE:
             raise InvalidRequest("The request body gives a field more than once.", "invalid_json") from None
