@@ -370,7 +370,8 @@ async def _storm(url: str, chance: random.Random, total: int) -> None:
                 await asyncio.sleep(chance.choice([0, 0.001, 0.01]))
             used = [each.used for each in made]
             assert sum(used) <= total, (action, used)
+        used_before = {each.permits.id: each.used for each in made}
         held = await noted(client)
-        assert sum(held.values()) <= total
-        assert all(each.used <= held.get(each.permits.id, 0) for each in made)
+        assert sum(held.values()) <= total, held
+        assert all(used <= held.get(id, 0) for id, used in used_before.items()), (used_before, held)
     await client.aclose()
