@@ -35,7 +35,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("way", ["fast", "ordinary"], indirect=True)
 
 
-BOTH_PATHS = frozenset(f"test_gateway_{name}" for name in ("callers", "cut", "hold", "late", "proxy", "replicas", "wire"))
+BOTH_PATHS = frozenset(
+    f"test_gateway_{name}" for name in ("callers", "cut", "hold", "late", "proxy", "reload", "replicas", "wire")
+)
 """Modules whose tests see the same gateway, whether its fast path serves a request or hands it over."""
 
 
