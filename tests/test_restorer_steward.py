@@ -195,6 +195,10 @@ async def test_restart_goes_one_by_one_and_stops_at_the_first_that_fails(it: Ins
     assert it.supervisor.pids["b"] == kept
 
 
+async def test_a_restart_before_anything_runs_says_so(it: Installation) -> None:
+    assert "no worker has been started yet" in (await it.steward.restart()).fault
+
+
 async def test_many_restarts_leave_nothing_open(it: Installation) -> None:
     await it.start("a")
     assert await it.supervisor.replace("a", within_s=20) == ""
