@@ -36,7 +36,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 BOTH_PATHS = frozenset(
-    f"test_gateway_{name}" for name in ("callers", "cut", "hold", "late", "proxy", "reload", "replicas", "wire")
+    f"test_gateway_{name}" for name in ("callers", "cut", "hold", "late", "proxy", "reload", "replicas", "storm", "wire")
 )
 """Modules whose tests see the same gateway, whether its fast path serves a request or hands it over."""
 
