@@ -43,8 +43,8 @@ class Plain:
 def plain(head: bytes) -> Plain | None:
     """The head of a plain request, without its last empty line; None: let the other path judge it.
 
-    Plain is a POST to a route that replicas serve, HTTP/1.1, printable ASCII, a Host, a Content-Length, no header twice and none of
-    :data:`_NOT_PLAIN` (but ``Connection: keep-alive``), a JSON body or none named otherwise.
+    Plain is a POST to a route that replicas serve, HTTP/1.1, printable ASCII, a Host, a Content-Length, no header twice and
+    none of :data:`_NOT_PLAIN` (but ``Connection: keep-alive``), a JSON body or none named otherwise.
     """
     matched = _HEAD.fullmatch(head)
     if matched is None:
