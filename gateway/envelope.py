@@ -91,7 +91,7 @@ def _might_repeat(body: Buffer) -> bool:
         first = body.find(key)
         if first >= 0 and body.find(key, first + len(key)) >= 0:
             return True
-    return body.find(b"\\u006") >= 0 or body.find(b"\\u007") >= 0
+    return body.find(b"\\u00") >= 0 and (body.find(b"\\u006") >= 0 or body.find(b"\\u007") >= 0)
 
 
 def _refuse_repeats(body: Buffer) -> None:
@@ -177,11 +177,18 @@ def forwarded(headers: Iterable[tuple[str, str]], *, id: str, origin: Pairs) -> 
 def returned(headers: Iterable[tuple[str, str]], *, id: str, start: str, incarnation: str) -> tuple[Pairs, bool]:
     """The head for the client, and whether the body is an event stream (which nobody on the way may buffer)."""
     given = list(headers)
-    dropped = _NOT_RETURNED | _named_in_connection(given)
-    stream = any(name.lower() == "content-type" and value.lower().startswith("text/event-stream") for name, value in given)
+    names = [name.lower() for name, _ in given]
+    dropped, stream = _NOT_RETURNED, False
+    if "connection" in names:
+        dropped |= _named_in_connection(given)
+    if "content-type" in names:
+        stream = any(
+            name == "content-type" and value.lower().startswith("text/event-stream")
+            for name, (_, value) in zip(names, given, strict=True)
+        )
     if stream:
         dropped |= {"content-length", "cache-control", "x-accel-buffering"}
-    kept = [(name, value) for name, value in given if name.lower() not in dropped]
+    kept = [pair for name, pair in zip(names, given, strict=True) if name not in dropped]
     kept += [("x-request-id", id), ("x-rewake-start", start), ("x-rewake-incarnation", incarnation)]
     if stream:
         kept += [("Cache-Control", "no-cache"), ("X-Accel-Buffering", "no")]

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import zlib
 from collections import deque
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
@@ -56,17 +58,23 @@ class Meter(Protocol):
 
 def meter(content_type: str, encoding: str = "") -> Meter:
     """The meter for an answer with these headers."""
+    return _maker(content_type, encoding)()
+
+
+@lru_cache(maxsize=64)
+def _maker(content_type: str, encoding: str) -> Callable[[], Meter]:
+    """There are few kinds of answers, and many of each."""
     kind = content_type.partition(";")[0].strip().lower()
     if kind == "text/event-stream":
-        inner: Meter = _Events()
+        inner: Callable[[], Meter] = _Events
     elif kind.endswith("json"):
-        inner = _Document()
+        inner = _Document
     else:
-        return _Nothing()
+        return _Nothing
     coding = encoding.strip().lower()
     if coding in ("", "identity"):
         return inner
-    return _Inflating(inner) if coding in ("gzip", "x-gzip", "deflate") else _Nothing()
+    return (lambda: _Inflating(inner())) if coding in ("gzip", "x-gzip", "deflate") else _Nothing
 
 
 class _Nothing:
