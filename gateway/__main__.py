@@ -11,9 +11,11 @@ import asyncio
 import encodings.idna  # noqa: F401 - every connection needs it, and it may lie where only root can read
 import os
 import pwd
+import select
 import signal
 import socket
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import uvloop
@@ -33,6 +35,8 @@ from gateway.version import version
 _BACKLOG = 4096
 _FIRST_LOOK_S = 2.0
 """How long a new process waits for its first look at the store before it serves without."""
+_ACCEPT_TURNS = 1000
+"""Turns of the loop, each of which accepts some, before a socket is closed although somebody is always in its queue."""
 _IDLE_S = 1.0
 """While draining, a connection that a client keeps may bring one more request within this time."""
 _REFUSE_S = 1.0
@@ -147,7 +151,7 @@ async def _serve(told: Settings, line: Line | None, sockets: list[socket.socket]
         notify("READY=1")
         await _first(stop, life.crashed)
         notify("STOPPING=1")
-        await _drain(life, runner, gateway.current.config.gateway.drain_s)
+        await _drain(life, runner, sockets, gateway.current.config.gateway.drain_s)
     finally:
         await runner.cleanup()
     return 1 if life.crashed.is_set() else 0
@@ -178,11 +182,13 @@ class _Hangup:
                 logs.info("reloaded", restart_needed=list(changes.restart))
 
 
-async def _drain(life: Life, runner: server.Runner, drain_s: float) -> None:
+async def _drain(life: Life, runner: server.Runner, sockets: Iterable[socket.socket], drain_s: float) -> None:
     """Accept nothing new, finish what is open or held, and refuse what is still held when the time is over."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + drain_s
     life.drain()
+    for listener in sockets:
+        await _accepted(listener)
     for site in list(runner.sites):
         await site.stop()
     drained = await life.quiet(drain_s)
@@ -193,6 +199,16 @@ async def _drain(life: Life, runner: server.Runner, drain_s: float) -> None:
     if not drained:
         await life.quiet(_REFUSE_S)
     logs.info("stopping", drained=drained, open=life.open)
+
+
+async def _accepted(listener: socket.socket) -> None:
+    """Wait a moment until the loop has accepted what stands in the kernel's queue: closing the socket would reset it."""
+    waiting = select.poll()
+    waiting.register(listener, select.POLLIN)
+    for _ in range(_ACCEPT_TURNS):
+        if not waiting.poll(0):
+            return
+        await asyncio.sleep(0)
 
 
 def _url(listener: socket.socket, tls: bool) -> str:

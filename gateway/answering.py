@@ -81,6 +81,8 @@ class Answering:
 
     def piece(self, data: bytes) -> None:
         """A piece of the body; it leaves with the next :meth:`flush`."""
+        if not data:
+            return  # as a chunk it would be the end
         if self._chunked:
             self._pending += (b"%x\r\n" % len(data), data, b"\r\n")
         else:

@@ -337,6 +337,7 @@ async def _life(app: web.Application) -> AsyncIterator[None]:
     await gateway.permits.leave()
     await gateway.callers.limits.leave()
     await asyncio.to_thread(gateway.callers.log.close)
+    gateway.metrics.flush()
     await gateway.reporter.leave()
     gateway.registry.close()
     await gateway.store.close()

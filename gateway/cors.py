@@ -13,7 +13,9 @@ from gateway.exchange import Reply
 from gateway.routes import Found
 from policies.config import Cors
 
-_EXPOSED = "x-request-id, x-rewake-start, x-rewake-incarnation, x-rewake-error, x-should-retry, retry-after, retry-after-ms"
+_EXPOSED = (
+    "x-request-id, request-id, x-rewake-start, x-rewake-incarnation, x-rewake-error, x-should-retry, retry-after, retry-after-ms"
+)
 _NAMES = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~, -]{1,2000}")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gateway import access, affinity, dialects, edits, envelope, errors, intake, logs, usage, websocket
 from gateway.claim import Refused, Ticket
@@ -30,11 +30,43 @@ from gateway.routes import Found
 from gateway.tenants import Tenants
 from gateway.trail import Trail
 from gateway.upstream import Outgoing, Unreachable
-from policies.config import Model
+from policies.config import Config, Model
 from policies.health import Outcome, outcome_of
 from policies.replica import Replica
 
 _OUTCOMES = {"restore_failed": "failed", "shutting_down": "shutdown", "queue_full": "full", "queue_bytes_full": "full"}
+_MAX_ERRANDS = 16
+"""Models that one connection asks for in turn."""
+
+
+@dataclass(slots=True, eq=False)
+class Errand:
+    """What a head asks of a model, whatever its body says further."""
+
+    model: str
+    spec: Model
+    dialect: Dialect
+    edited: bool
+    """The model's settings ask for edits of the body."""
+    patience_s: float | None = None
+    frames: dict[str, tuple[bytes, bytes]] = field(default_factory=dict)
+    """For each replica's host the head that it shall get, but for the request's id and the body's length: :mod:`gateway.passing`
+    keeps it here."""
+
+
+class Known:
+    """What follows from one head alone. Clients repeat their heads, so a connection keeps the last one's; it holds for one
+    configuration."""
+
+    __slots__ = ("client", "config", "errands", "form", "tenant")
+
+    def __init__(self) -> None:
+        self.config: Config | None = None
+        self.tenant = ""
+        self.client = ""
+        self.form: intake.Form | None = None
+        self.errands: dict[str, Errand] = {}
+        """By the model's name as the client writes it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,6 +82,7 @@ class Order:
     dialect: Dialect
     ticket: Ticket
     trail: Trail
+    errand: Errand
     holding: Holding | None = None
 
 
@@ -109,19 +142,46 @@ class Decisions:
         config = self._current.config
         model = named(config, body.model)
         spec = config.models[model]
-        patience_s = envelope.patience_s(head.headers, spec.hold.max_wait_s)
+        errand = Errand(model, spec, dialects.of(found.path), edits.wanted(body, spec))
+        return self._ordered(head, found, tenant, body, trail, errand)
+
+    def _ordered(self, head: Head, found: Found, tenant: str, body: Body, trail: Trail, errand: Errand) -> Order:
+        model, spec = errand.model, errand.spec
+        if errand.patience_s is None:
+            errand.patience_s = envelope.patience_s(head.headers, spec.hold.max_wait_s)
         if not found.route.wakes and not self._registry.available(model):
             raise errors.NotRunning(f"Model {model!r} is not running, and {found.route.name} does not start it.")
         together = affinity.key(spec.balance, tenant=tenant, headers=head.headers, body=body.data)
-        ticket = Ticket(model, body.size, head.received + patience_s, tenant, together)
-        return Order(head, found, body, model, spec, dialects.of(found.path), ticket, trail)
+        ticket = Ticket(model, body.size, head.received + errand.patience_s, tenant, together)
+        return Order(head, found, body, model, spec, errand.dialect, ticket, trail, errand)
 
-    def prepare(self, head: Head, found: Found, data: bytes, trail: Trail) -> Order:
-        """1 to 4 for a request that is there already, whole and small. Raises GatewayError."""
-        tenant = self.identify(head, trail)
-        body = intake.whole(found, head.headers, data, self._current.config)
-        spec = self.permit(tenant, body, trail)
-        return self.order(head, found, tenant, edits.apply_now(body, spec), trail)
+    def prepare(self, head: Head, found: Found, data: bytes, trail: Trail, known: Known) -> Order:
+        """1 to 4 for a request that is there already, whole, small and JSON; in the same order, without what is known already.
+
+        Raises:
+            GatewayError: it may not go on.
+        """
+        config = self._current.config
+        if known.config is config and known.form is not None:
+            trail.client, trail.tenant = known.client, known.tenant
+        else:
+            known.config, known.errands = None, {}
+            known.tenant = self.identify(head, trail)
+            known.client, known.form = trail.client, intake.check(found, head.headers, config)
+            known.config = config
+        body = intake.document(found, known.form, data)
+        errand = known.errands.get(body.model)
+        if errand is None:
+            spec = self.permit(known.tenant, body, trail)
+            if len(known.errands) >= _MAX_ERRANDS:
+                known.errands.clear()
+            errand = Errand(trail.model or "", spec, dialects.of(found.path), edits.wanted(body, spec))
+            known.errands[body.model] = errand
+        else:
+            trail.bytes_in, trail.stream, trail.asked, trail.model = body.size, body.stream, body.model, errand.model
+        if errand.edited:
+            edits.apply_now(body, errand.spec)
+        return self._ordered(head, found, known.tenant, body, trail, errand)
 
     def charge(self, order: Order) -> bool:
         """5. Its tenant's budget has a request left, and 6. it counts as demand. False: that is not known yet.
@@ -144,13 +204,18 @@ class Decisions:
         promise_s = self._eta.retry_after_s(model, position)
         return errors.refusal(code, model=model, detail=refused.reject.detail, retry_after_s=promise_s)
 
-    def outgoing(self, order: Order, replica: Replica) -> Outgoing:
-        """8. The request as this replica shall get it."""
-        head, trail, ticket = order.head, order.trail, order.ticket
+    def dispatched(self, order: Order, replica: Replica) -> None:
+        """8. It goes to this replica."""
+        trail, ticket = order.trail, order.ticket
         trail.phase, trail.start = "dispatched", replica.start or "cold"
         trail.replica, trail.incarnation = replica.id, replica.incarnation
         if ticket.waited_s and ticket.turns == 1:
             self._metrics.queue_wait.labels(order.model, "admitted").observe(ticket.waited_s)
+
+    def outgoing(self, order: Order, replica: Replica) -> Outgoing:
+        """8. The request as this replica shall get it."""
+        self.dispatched(order, replica)
+        head, trail = order.head, order.trail
         origin = self._clients.origin(head.peer, head.scheme, head.headers)
         pairs = envelope.forwarded(head.headers.items(), id=head.id, origin=origin.pairs())
         if trail.committed:
@@ -168,9 +233,13 @@ class Decisions:
         """9. The head for the client, and whether the body is an event stream."""
         trail = order.trail
         trail.phase, trail.first_byte_s = "streaming", now - trail.since
-        self._registry.outcome(replica, outcome_of(status), f"it answered {status}")
-        self._metrics.time_to_first_byte.labels(replica.model, trail.start).observe(trail.first_byte_s)
-        return envelope.returned(headers, id=trail.id, start=trail.start, incarnation=replica.incarnation)
+        self._registry.outcome(replica, outcome_of(status), "" if status < 400 else f"it answered {status}")
+        self._metrics.first_byte(replica.model, trail.start, trail.first_byte_s)
+        pairs, events = envelope.returned(headers, id=trail.id, start=trail.start, incarnation=replica.incarnation)
+        for name in order.dialect.id_headers:
+            pairs = [(other, value) for other, value in pairs if other.lower() != name]
+            pairs.append((name, trail.id))
+        return pairs, events
 
     # What may go wrong between 8 and 10; each says what the client is told.
 
@@ -218,14 +287,13 @@ class Decisions:
 
     def account(self, trail: Trail) -> None:
         """11. It has ended, somehow."""
-        metrics, model = self._metrics, self._metrics.model(trail.model)
+        metrics = self._metrics
         trail.seconds = asyncio.get_running_loop().time() - trail.since
-        metrics.requests.labels(model, trail.route, str(trail.status), trail.start).inc()
         metrics.account(trail)
         if trail.status == 499:
             metrics.client_disconnects.labels(trail.phase).inc()
         elif trail.code:
-            metrics.errors.labels(model, trail.code).inc()
+            metrics.errors.labels(metrics.model(trail.model), trail.code).inc()
         if trail.client_retry:
-            metrics.client_retries.labels(model).inc()
+            metrics.client_retries.labels(metrics.model(trail.model)).inc()
         self._log.write(trail)

@@ -25,6 +25,8 @@ class Dialect:
     """OpenAI's, without a chunk of its own to keep a stream alive with."""
 
     name = "openai"
+    id_headers: tuple[str, ...] = ()
+    """Headers, besides ``x-request-id``, in which this API's clients look for the request's id."""
 
     def render(self, error: GatewayError, id: str) -> Reply:
         """The whole answer, for a request that has had none yet; ``id`` is the request's."""
@@ -97,6 +99,7 @@ class _Anthropic(Dialect):
     """Overload is 529, and ``ping`` is a documented event."""
 
     name = "anthropic"
+    id_headers = ("request-id",)
     _TYPES: Mapping[int, str] = {
         401: "authentication_error",
         403: "permission_error",
@@ -110,7 +113,7 @@ class _Anthropic(Dialect):
     def render(self, error: GatewayError, id: str) -> Reply:
         plain, status = errors.render(error), self._status(error)
         document = {"type": "error", "error": {"type": self._type(status), "message": str(error)}, "request_id": id}
-        return Reply(status, json.dumps(document, ensure_ascii=False).encode(), plain.headers)
+        return Reply(status, json.dumps(document, ensure_ascii=False).encode(), {**plain.headers, "request-id": id})
 
     def late(self, error: GatewayError, id: str) -> bytes:
         return self._frame({"message": str(error)}, self._status(error), id)

@@ -22,6 +22,8 @@ from gateway.routes import Found
 from gateway.websocket import Wire
 
 REQUEST_ID = web.RequestKey("request_id", str)
+UNTYPED = web.ResponseKey("untyped", bool)
+"""The replica did not say what its answer is, and neither does the gateway."""
 _LINGER_S = 5.0
 """How long a client may take to read what was sent before the cut."""
 
@@ -83,6 +85,7 @@ class AiohttpDownstream:
 
     async def head(self, status: int, reason: str | None, headers: Pairs) -> None:
         self.response = web.StreamResponse(status=status, reason=reason, headers=headers)
+        self.response[UNTYPED] = not any(name.lower() == "content-type" for name, _ in headers)
         try:
             await self.response.prepare(self._request)
         except ConnectionError as error:

@@ -16,7 +16,7 @@ from pydantic import JsonValue
 from gateway import multipart
 from gateway.errors import InvalidRequest
 from gateway.intake import Body, Splice, spliced, unpacked
-from gateway.members import Buffer, Repeated, members
+from gateway.members import Buffer, Crowded, Repeated, members
 from policies.config import Model
 
 _PACK_RATIO_IS_KNOWN = 1 << 62
@@ -85,6 +85,8 @@ def _splices(body: Body, data: Buffer, model: Model) -> tuple[Splice, ...]:
         return tuple(_in_json(data, name, strip, defaults))
     except Repeated:
         raise InvalidRequest("The request body gives a field more than once.", "invalid_json") from None
+    except Crowded:
+        raise InvalidRequest("The request body has too many fields to be edited.", "invalid_json") from None
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise InvalidRequest(f"The request body is not valid JSON: {error}.", "invalid_json") from None
 

@@ -94,12 +94,6 @@ class RequestTooLarge(GatewayError):
     status, type, code, should_retry = 413, "invalid_request_error", "request_too_large", False
 
 
-class UriTooLong(GatewayError):
-    """414: the request line is longer than the gateway reads."""
-
-    status, type, code, should_retry = 414, "invalid_request_error", "uri_too_long", False
-
-
 class UnsupportedEncoding(GatewayError):
     """415: the body is compressed."""
 

@@ -55,6 +55,8 @@ class Eta:
         self._latest: dict[str, tuple[str, str]] = {}
         self._since: dict[str, float] = {}
         self._service_s: dict[str, float] = {}
+        self.place_s: Callable[[str], float] = lambda model: 0.0
+        """How long a model that shares a GPU waits for its turn, before anything is started."""
 
     def load(self, model: str, samples: Mapping[StageKey, Iterable[float]]) -> None:
         """Take in what the store remembers of a model, in place of what was learnt here."""
@@ -88,7 +90,8 @@ class Eta:
             return 0.0
         coming = [replica for replica in self._fleet.replicas() if replica.model == model and replica.state in COMING]
         if not coming:
-            return self.start_s(model)
+            start_s = self.start_s(model)
+            return None if start_s is None else self.place_s(model) + start_s
         known = [seconds for replica in coming if (seconds := self._left_s(replica)) is not None]
         return min(known) if known else None
 

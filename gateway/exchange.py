@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from pydantic import BaseModel
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Head:
-    """The head of one request, as any HTTP implementation can give it."""
+    """The head of one request, as any HTTP implementation can give it. Not to be changed; it is not frozen since that makes
+    each one three times as dear."""
 
     method: str
     target: str

@@ -16,7 +16,7 @@ from gateway import envelope, logs
 from gateway.answering import Answering
 from gateway.claim import Claim, Refused
 from gateway.connection import Connections
-from gateway.decisions import Decisions, Order
+from gateway.decisions import Decisions, Known, Order
 from gateway.errors import GatewayError
 from gateway.exchange import Head
 from gateway.life import Life
@@ -109,10 +109,12 @@ class FastProtocol(asyncio.Protocol):
         self._buffer = b""
         self._busy = False
         """A request is being answered."""
-        self._known: tuple[bytes, Plain] | None = None
-        """The last head and what it says: clients repeat themselves."""
+        self._known: tuple[bytes, Plain, Known] | None = None
+        """The last head, what it says, and what followed from that: clients repeat themselves."""
         self._passing: Passing | None = None
         self._task: asyncio.Task[None] | None = None
+        self._under_way = False
+        """The task has taken its first step."""
         self._peer: str | None = None
         self._scheme = "http"
         self._paused_reading = False
@@ -143,7 +145,8 @@ class FastProtocol(asyncio.Protocol):
             self.answering.lost()
         if self._passing is not None:
             self._passing.client_left()
-        elif self._task is not None:
+        elif self._task is not None and self._under_way:
+            # One that was cancelled before its first step would never run, and give nothing back.
             self._task.cancel()
 
     def pause_writing(self) -> None:
@@ -175,15 +178,15 @@ class FastProtocol(asyncio.Protocol):
                 if found is None:
                     self.hand_over()
                     return
-                self._known = (head, found)
-            request = self._known[1]
+                self._known = (head, found, Known())
+            _, request, known = self._known
             whole = end + 4 + request.length
             if len(self._buffer) < whole:
                 break
             body = self._buffer[end + 4 : whole]
             self._buffer = self._buffer[whole:]
             self._path.partial.pop(self, None)
-            self._begin(request, body)
+            self._begin(request, body, known)
         if self._buffer and not self._busy:
             self._path.partial.setdefault(self, self._path.loop.time())
 
@@ -200,7 +203,7 @@ class FastProtocol(asyncio.Protocol):
             other.data_received(self._buffer)
         self._buffer = b""
 
-    def _begin(self, request: Plain, body: bytes) -> None:
+    def _begin(self, request: Plain, body: bytes, known: Known) -> None:
         path, decide = self._path, self._path.decide
         headers = request.headers
         head = Head(
@@ -219,7 +222,7 @@ class FastProtocol(asyncio.Protocol):
         trail = decide.begin(head, request.found)
         claim: Claim | None = None
         try:
-            order = decide.prepare(head, request.found, body, trail)
+            order = decide.prepare(head, request.found, body, trail, known)
             if not decide.charge(order):
                 self._carry(order, None)
                 return
@@ -250,7 +253,7 @@ class FastProtocol(asyncio.Protocol):
 
     def _carry(self, order: Order, claim: Claim | None) -> None:
         """Go on in a task: it has to wait."""
-        self._passing = None
+        self._passing, self._under_way = None, False
         self._task = task = self._path.loop.create_task(self._carried(order, claim))
         self._path.tasks.add(task)
         task.add_done_callback(self._path.tasks.discard)
@@ -261,7 +264,10 @@ class FastProtocol(asyncio.Protocol):
 
     async def _carried(self, order: Order, claim: Claim | None) -> None:
         assert self.answering is not None
-        answering = self.answering
+        assert self._task is not None
+        answering, self._under_way = self.answering, True
+        if self.transport is None:
+            self._task.cancel()
         try:
             await self._path.proxy.go(order, answering, claim)
         except GatewayError as error:

@@ -79,7 +79,8 @@ async def until_granted(
         if replica is not None:
             return replica
         holding.committed = True
-        await down.head(200, "OK", [*_EVENTS, ("x-request-id", holding.id)])
+        ids = ("x-request-id", *holding.dialect.id_headers)
+        await down.head(200, "OK", [*_EVENTS, *((name, holding.id) for name in ids)])
     while True:
         await down.write(_sign(holding, claim, eta))
         replica = await claim.granted(holding.hold.pause_s(draw()))

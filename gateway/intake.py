@@ -269,6 +269,17 @@ def whole(found: Found, headers: Mapping[str, str], data: bytes, config: Config)
     return body
 
 
+def document(found: Found, form: Form, data: bytes) -> Body:
+    """A JSON body that has been read already, is small and names its model; ``form``: what :func:`check` said of its head.
+
+    Raises:
+        GatewayError: as :meth:`Intake.read` does.
+    """
+    body, peek = Body(found, form, data, None, _nothing), envelope.peek(data)
+    body.model, body.stream, body.named = peek.model, bool(peek.stream), True
+    return body
+
+
 def hinted(found: Found, headers: Mapping[str, str]) -> str:
     """The model that is named beside the body, where the route allows it; else empty.
 

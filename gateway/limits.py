@@ -1,7 +1,8 @@
 """What tenants may still use this minute, over all gateways: spent here without asking, leased from the store beforehand.
 
 Each tenant that was here lately has an account: leased requests, and the tokens left as the store last said. Spending is
-synchronous. Accounts are settled with the store all together, a few times a second, and at once when somebody waits. While the
+synchronous. Accounts are settled with the store all together, a few times a second, in the background; sooner when a lease runs
+low, and at once when somebody waits. What is leased follows the pace, so that at a steady one nobody ever waits. While the
 store does not answer, each gateway goes on with its share of every budget, and owns up afterwards. Knows nothing of HTTP.
 """
 
@@ -19,11 +20,16 @@ from gateway import logs
 from gateway.current import Current
 from gateway.errors import RateLimited, StoreUnavailable
 from policies import tenancy
+from policies.config import Config
 from policies.limits import Claim, Settled, keep, refilled, wait_s
 
 _PERIOD_S = 0.25
 _CALM_S = 0.02
-"""Tokens that were used are told to the others this soon, all that came together in one call."""
+"""Tokens of a tenant that is near its end are told to the others this soon, all that came together in one call."""
+_NEAR = 1 / 8
+"""Near its end: less than this part of a minute's tokens is left. Before that the next period is soon enough."""
+_LOW = 1 / 4
+"""A lease with less than this part of what should be at hand is renewed before the period ends."""
 _FRESH_S = 1.0
 """What the store said holds for so long; accounts in use are settled more often than that."""
 _IDLE_S = 10.0
@@ -52,9 +58,15 @@ class _Account:
 
     tenant: str
     used_at: float
+    ready: bool = False
+    """What is leased may be spent without a further look: the store was asked lately, and there is no debt."""
     leased: float = 0.0
+    low: float = 0.0
+    """With less than this leased, more should be on its way."""
     spent: int = 0
-    """Requests since the account was last settled."""
+    """Requests in this period."""
+    period_at: float = -math.inf
+    """When it began."""
     pace: float = 0.0
     waiting: deque[asyncio.Future[None]] = field(default_factory=deque)
     left: float | None = None
@@ -90,7 +102,8 @@ class Limits:
         self._accounts: dict[str, _Account] = {}
         self._due = asyncio.Event()
         self._telling: asyncio.TimerHandle | None = None
-        self._lost = False
+        self._lost = self._leaving = False
+        current.on_change.append(self._reloaded)
         self.on_limited: Callable[[str, str], None] = lambda tenant, limit: None
         """Called with the tenant and ``requests`` or ``tokens`` whenever a request is turned away."""
 
@@ -100,6 +113,18 @@ class Limits:
         Raises:
             RateLimited: the tenant has used up what it may use for now.
         """
+        account = self._accounts.get(tenant)
+        if account is None or not account.ready or account.leased < 1:
+            return self._charge(tenant)
+        account.leased -= 1
+        account.spent += 1
+        if account.leased < account.low:
+            account.low = 0.0
+            self._due.set()
+        return True
+
+    def _charge(self, tenant: str) -> bool:
+        """Pay for one request when it is not clear that it can be paid."""
         limits = self._limits(tenant)
         if limits is None:
             return True
@@ -149,10 +174,13 @@ class Limits:
         limits = self._limits(tenant)
         if limits is None or limits.tokens_per_minute is None or tokens <= 0:
             return
-        account = self._account(tenant, self._clock())
+        account = self._accounts.get(tenant) or self._account(tenant, self._clock())
         account.owed += tokens
         if account.tokens is not None:
             account.tokens -= tokens
+            if account.tokens > limits.tokens_per_minute * _NEAR:
+                return
+            account.ready = account.ready and account.tokens > 0
         if self._telling is None and not self._lost:
             self._telling = asyncio.get_running_loop().call_later(_CALM_S, self._due.set)
 
@@ -160,7 +188,7 @@ class Limits:
         """Some gateway has just put the tenant in debt: ask before it goes on here."""
         account = self._accounts.get(tenant)
         if account is not None:
-            account.stale = True
+            account.stale, account.ready = True, False
 
     async def run(self) -> None:
         """Settle accounts until cancelled."""
@@ -172,9 +200,9 @@ class Limits:
 
     async def leave(self) -> None:
         """Give back what is leased, and tell what is owed: this gateway has no request left."""
-        for account in self._accounts.values():
-            account.used_at = -math.inf
+        self._leaving = True
         await self._settle()
+        self._leaving = False
 
     # ------------------------------------------------------------ with the store
 
@@ -214,9 +242,11 @@ class Limits:
 
     def _claim(self, account: _Account) -> Claim:
         """What to ask for and tell; takes it out of the account, so that nothing is told twice."""
-        limits = self._limits(account.tenant) or tenancy.Limits()
-        idle = self._clock() >= account.used_at + _IDLE_S
-        at_hand, account.pace = (0, 0.0) if idle else keep(account.spent, account.pace)
+        limits, now = self._limits(account.tenant) or tenancy.Limits(), self._clock()
+        if account.spent or account.owed:
+            account.used_at = now
+        at_hand = self._at_hand(account, now)
+        account.low = _LOW * at_hand
         surplus = max(0, math.floor(account.leased) - 2 * at_hand)
         account.leased -= surplus
         claim = Claim(
@@ -228,8 +258,20 @@ class Limits:
             back=surplus - account.made,
             owed=account.owed,
         )
-        account.owed, account.made, account.spent = 0, 0.0, 0
+        account.owed, account.made = 0, 0.0
         return claim
+
+    def _at_hand(self, account: _Account, now: float) -> int:
+        """Requests to have leased from now on."""
+        if self._leaving or now >= account.used_at + _IDLE_S:
+            account.pace, account.spent = 0.0, 0
+            return 0
+        if now < account.period_at + _PERIOD_S:
+            # In the middle of a period the pace is not known to have fallen, but may have grown already.
+            return keep(account.spent, 2 * account.pace)[0]
+        at_hand, account.pace = keep(account.spent, account.pace)
+        account.spent, account.period_at = 0, now
+        return at_hand
 
     def _settled(self, account: _Account, claim: Claim, answer: Settled, now: float) -> None:
         """Take an answer in, and serve those who waited for it in their order."""
@@ -237,10 +279,14 @@ class Limits:
         account.left = answer.requests
         account.tokens = answer.tokens - account.owed
         account.settled_at, account.alone_at, account.stale = now, None, False
+        # Tokens that are not limited are always said to be 0.
+        account.ready = claim.tokens is None or account.tokens > 0
+        if answer.granted < claim.need + claim.more:
+            account.low = 0.0  # there is not so much, and asking again soon would change nothing
         short = claim.requests is not None and answer.requests < 1
         account.empty_until = now + min(_MEMO_S, wait_s(answer.requests, limit=claim.requests or 1, needed=1)) if short else now
         self._release(account)
-        if now >= account.used_at + _IDLE_S and not account.owed and account.leased < 1:
+        if (self._leaving or now >= account.used_at + _IDLE_S) and not account.owed and account.leased < 1:
             self._accounts.pop(account.tenant, None)
 
     def _release(self, account: _Account) -> None:
@@ -267,6 +313,7 @@ class Limits:
             self._lost = True
             logs.warning("tenants' budgets are not shared; this gateway keeps to its part of each", reason=reason)
         for account in list(self._accounts.values()):
+            account.ready = False
             self._release(account)
 
     def _refill_alone(self, account: _Account, limits: tenancy.Limits, now: float) -> None:
@@ -291,6 +338,11 @@ class Limits:
             account.tokens = max(account.tokens, refilled(account.tokens, limit=share, seconds=seconds))
 
     # ------------------------------------------------------------ one tenant
+
+    def _reloaded(self, before: Config, after: Config) -> None:
+        """Limits may have changed: look at them again."""
+        for account in self._accounts.values():
+            account.ready = False
 
     def _limits(self, tenant: str) -> tenancy.Limits | None:
         """None: nothing that this module would have to count."""

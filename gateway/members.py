@@ -9,14 +9,25 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
+from itertools import islice
 from mmap import mmap
 
 import msgspec
 
 Buffer = bytes | mmap
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_COLON = re.compile(rb'"[ \t\n\r]*+:')
 _SPACE = re.compile(rb"[ \t\n\r]*")
 _KEY = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+
+
+MAX_KEYS = 200_000
+"""Keys of a large text, nested ones included, that are worth the memory of telling them apart."""
+_SMALL = 1 << 20
+
+
+class Crowded(Exception):
+    """There are so many keys that looking at them would cost more memory than any honest text is worth."""
 
 
 class Repeated(Exception):
@@ -40,7 +51,10 @@ def members(text: Buffer) -> list[Member]:
     Raises:
         msgspec.DecodeError: not valid JSON, or not an object.
         Repeated: a key is there twice, however it is spelt.
+        Crowded: it is large, and has more than MAX_KEYS keys.
     """
+    if len(text) > _SMALL and next(islice(_COLON.finditer(text), MAX_KEYS, None), None) is not None:
+        raise Crowded
     values, found = _OBJECT.decode(text), list[Member]()
     at = _after(text, _space(text, 0), b"{")
     for key, raw in values.items():

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from gateway import errors
 from gateway.claim import Claim, Refused
 from gateway.connection import Connection
-from gateway.decisions import Order
+from gateway.decisions import Decisions, Order
 from gateway.envelope import Pairs
 from gateway.errors import GatewayError
 from gateway.relay import Frames
@@ -22,6 +22,12 @@ from policies.replica import Replica
 
 if TYPE_CHECKING:
     from gateway.fastpath import FastPath, FastProtocol
+
+
+_ID, _MARK = "x-request-id", "\0"
+"""No header of a plain request has the mark in it."""
+_MAX_FRAMES = 64
+"""Replicas come and go while a connection stays."""
 
 
 class Passing:
@@ -41,10 +47,10 @@ class Passing:
         "_meter",
         "_moved",
         "_order",
-        "_outgoing",
         "_path",
         "_pool",
         "_replica",
+        "_request",
         "_since",
         "_task",
         "deadline",
@@ -67,7 +73,7 @@ class Passing:
         self._begun = self._since = self._moved = path.loop.time()
         self.deadline = self._since + order.spec.first_byte_timeout_s
         self._pool = path.pool(self._replica)
-        self._outgoing = _request(path.decide.outgoing(order, self._replica), self._pool.host)
+        self._request = _request(path.decide, order, self._replica, self._pool.host)
 
     def begin(self) -> None:
         self._path.passing.add(self)
@@ -76,7 +82,7 @@ class Passing:
             self._connect()
         else:
             self._connection = connection
-            connection.send(self._outgoing, self)
+            connection.send(self._request, self)
 
     # the client's side
 
@@ -181,7 +187,7 @@ class Passing:
         self._connection = connection
         if self._held_back:
             connection.hold_back()
-        connection.send(self._outgoing, self)
+        connection.send(self._request, self)
 
     def _elsewhere(self, error: Unreachable) -> None:
         """Not a byte was sent: back to the head of the queue, or to another replica."""
@@ -240,10 +246,24 @@ def _kind(headers: Pairs) -> tuple[str, str]:
     return kind, encoding
 
 
-def _request(outgoing: Outgoing, host: str) -> bytes:
-    """The request as bytes, body included."""
-    assert outgoing.body.data is not None
+def _request(decide: Decisions, order: Order, replica: Replica, host: str) -> bytes:
+    """The request as bytes, body included. Heads that differ in nothing but id and length are written once."""
+    frames, body = order.errand.frames, order.body
+    assert body.data is not None
+    if host in frames:
+        decide.dispatched(order, replica)
+    else:
+        if len(frames) >= _MAX_FRAMES:
+            frames.clear()
+        frames[host] = _frame(decide.outgoing(order, replica), host, order.head.id)
+    before, after = frames[host]
+    return b"%b%b%b%d\r\n\r\n%b" % (before, order.head.id.encode(), after, body.size, body.data)
+
+
+def _frame(outgoing: Outgoing, host: str, id: str) -> tuple[bytes, bytes]:
+    """The request's head before its id, and between that and the body's length."""
     lines = [f"POST {outgoing.path} HTTP/1.1\r\nHost: {host}"]
-    lines += [f"{name}: {value}" for name, value in outgoing.headers]
-    lines.append(f"Content-Length: {outgoing.body.size}\r\n\r\n")
-    return "\r\n".join(lines).encode("latin-1") + outgoing.body.data
+    lines += [f"{name}: {_MARK if name == _ID and value == id else value}" for name, value in outgoing.headers]
+    lines.append("Content-Length: ")
+    before, after = "\r\n".join(lines).encode("latin-1").split(_MARK.encode())
+    return before, after

@@ -4,7 +4,8 @@
 -- KEYS  1 :events            pubsub
 --       2.. :permits:{name}  hash  gateway -> entry "held want served_ms expires_ms number spare"; and SETTLING -> ms
 -- ARGV  1 JSON: gateway; number (of this call; an older one that arrives late is ignored); ttl_ms of an entry; settle_ms;
---         tenure_ms; spare (1: it takes a part of what nobody wants); leave (true: it gives back all);
+--         tenure_ms; spare (1: it takes a part of what nobody wants); leave (true: it gives back all); dead: a gateway that
+--         is known to be no more, or "";
 --         pools: for each key after the first {name, total, keep, want, held}
 --           keep: it goes on with at least so many whatever the answer; want: what it could use; held: what it had
 -- Returns JSON, for each pool {held, target, needed}, or {stale: true}.
@@ -40,11 +41,12 @@ local function read(key)
   return entries, settling
 end
 
--- Who gets what cannot be split: first those in their tenure, then whoever was served longest ago.
+-- Who gets what cannot be split: those in their tenure, the latest first, so that it stays where it just went; then whoever
+-- was served longest ago.
 local function before(a, b)
   local x, y = now - a.served < args.tenure_ms, now - b.served < args.tenure_ms
   if x ~= y then return x end
-  if a.served ~= b.served then return a.served < b.served end
+  if a.served ~= b.served then return (a.served > b.served) == x end
   return a.id < b.id
 end
 
@@ -90,6 +92,10 @@ end
 
 local function settle(key, pool)
   local entries, settling = read(key)
+  if entries[args.dead] then
+    entries[args.dead] = nil
+    redis.call('HDEL', key, args.dead)
+  end
   local known = entries[me]
   if known and number < known.number then return { stale = true } end
   local had = known and known.held or 0
@@ -107,7 +113,12 @@ local function settle(key, pool)
     if id ~= me then others = others + entry.held end
   end
   shares(entries, pool.total)
-  local possible = math.min(mine.share, math.max(0, pool.total - others))
+  local free = math.max(0, pool.total - others)
+  local possible = math.min(mine.share, free)
+  if possible < mine.want and not others_starve(entries) then
+    -- Somebody's share of what cannot be split lies about: better used than fair.
+    possible = math.min(mine.want, free)
+  end
   if settling > now then possible = math.min(possible, pool.held) end
   mine.held = math.max(pool.keep, possible)
   if mine.held > had then mine.served = now end

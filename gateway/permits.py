@@ -63,7 +63,7 @@ class Lender(Protocol):
     """The store, as far as permits go."""
 
     async def lend(
-        self, gateway: str, number: int, wishes: Sequence[Wish], *, spare: bool, leave: bool
+        self, gateway: str, number: int, wishes: Sequence[Wish], *, spare: bool, leave: bool, dead: str
     ) -> Sequence[Grant | None]:
         """One grant for each wish, None for a call that a later one has overtaken. Raises StoreUnavailable."""
 
@@ -100,10 +100,12 @@ class Permits:
 
     Args:
         id: this gateway's, as in its reports.
+        dead: that of a gateway of which it is certain that it is no more; its permits are free at once.
     """
 
-    def __init__(self, id: str, current: Current, *, lender: Lender, fleet: Fleet, ledger: Ledger) -> None:
+    def __init__(self, id: str, current: Current, *, lender: Lender, fleet: Fleet, ledger: Ledger, dead: str = "") -> None:
         self.id = id
+        self.dead = dead
         self.draining = False
         """Take no part of what nobody wants."""
         self.on_more: Callable[[], None] = lambda: None
@@ -227,7 +229,7 @@ class Permits:
 
     async def _call(self, wishes: Sequence[Wish], *, leave: bool = False) -> Sequence[Grant | None]:
         self._number += 1
-        return await self._lender.lend(self.id, self._number, wishes, spare=not self.draining, leave=leave)
+        return await self._lender.lend(self.id, self._number, wishes, spare=not self.draining, leave=leave, dead=self.dead)
 
     def _wish(self, name: str, need: _Need, now: float) -> Wish:
         """Binds this gateway to what it says it will keep."""

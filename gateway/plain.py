@@ -43,8 +43,8 @@ class Plain:
 def plain(head: bytes) -> Plain | None:
     """The head of a plain request, without its last empty line; None: let the other path judge it.
 
-    Plain is a POST to a route that replicas serve, HTTP/1.1, printable ASCII, one Host, one Content-Length, no header of
-    :data:`_NOT_PLAIN` (but ``Connection: keep-alive``), a JSON body or none named otherwise.
+    Plain is a POST to a route that replicas serve, HTTP/1.1, printable ASCII, a Host, a Content-Length, no header twice and
+    none of :data:`_NOT_PLAIN` (but ``Connection: keep-alive``), a JSON body or none named otherwise.
     """
     matched = _HEAD.fullmatch(head)
     if matched is None:
@@ -61,7 +61,7 @@ def plain(head: bytes) -> Plain | None:
             if lower == "connection" and value.lower() == "keep-alive":
                 continue
             return None
-        if lower in ("host", "content-length") and name in headers:
+        if name in headers:
             return None
         headers.add(name, value)
     length, kind = headers.get("content-length", ""), headers.get("content-type", "application/json").lower()

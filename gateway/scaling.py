@@ -70,8 +70,14 @@ class Scaler:
         self._looked_at = 0.0
         self._uses: dict[str, _Use] = {}
         self._preloaded: set[str] = set()
+        self._places: dict[str, tuple[float, float]] = {}
         self.on_trigger: Callable[[str, Outcome], None] = lambda model, outcome: None
         """Called with the model and what its request for replicas led to."""
+
+    def place_s(self, model: str) -> float:
+        """Seconds until a model that found its group full may be expected to have a place; 0 for any other."""
+        asked_at, wait_s = self._places.get(model, (0.0, 0.0))
+        return max(0.0, asked_at + wait_s - asyncio.get_running_loop().time())
 
     def poke(self, model: str) -> None:
         """Something about this model changed; look at it now."""
@@ -128,6 +134,7 @@ class Scaler:
         except Crowded as crowded:
             await self._make_room(model, crowded)
             return
+        self._places.pop(model, None)
         if outcome is not None:
             self.on_trigger(model, outcome)
 
@@ -195,6 +202,8 @@ class Scaler:
             groups.Waiter(waiter.model, waiter.waited_s, waiter.yields, self._cost_s(waiter.model) or 0.0)
             for waiter in crowded.queue
         ]
+        place_s = groups.wait_s(config.groups[name], model, members, queue)
+        self._places[model] = (asyncio.get_running_loop().time(), place_s)
         verdict = groups.decide(config.groups[name], model, members, queue)
         if isinstance(verdict, groups.Displace):
             outcome = await self._operations.displace(

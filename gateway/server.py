@@ -11,9 +11,10 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, cast
 
 from aiohttp import http_exceptions, web
+from aiohttp.http import SERVER_SOFTWARE
 
 from gateway import dialects, envelope, errors, logs, routes
-from gateway.downstream import REQUEST_ID
+from gateway.downstream import REQUEST_ID, UNTYPED
 from gateway.errors import GatewayError
 from gateway.exchange import Reply
 from gateway.life import Life
@@ -84,6 +85,11 @@ def _broken(exc: BaseException | None, message: str) -> GatewayError:
 async def finish_head(request: web.Request, answer: web.StreamResponse) -> None:
     """The last hand on every head."""
     answer.headers.setdefault("x-request-id", request.get(REQUEST_ID, ""))
+    if answer.get(UNTYPED, False):
+        answer.headers.popall("Content-Type", None)
+    if answer.headers.get("Server") == SERVER_SOFTWARE:
+        # A replica's own passes; ours is nobody's business.
+        del answer.headers["Server"]
     if request.app[LIFE].draining and answer.status != _SWITCHING:
         answer.headers["Connection"] = "close"
         answer.force_close()

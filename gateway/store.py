@@ -191,9 +191,10 @@ class Store:
         return [Settled(int(granted), float(requests), float(tokens)) for granted, requests, tokens in answers]
 
     async def lend(
-        self, gateway: str, number: int, wishes: Sequence[Wish], *, spare: bool, leave: bool
+        self, gateway: str, number: int, wishes: Sequence[Wish], *, spare: bool, leave: bool, dead: str = ""
     ) -> Sequence[Grant | None]:
-        """Settle this gateway's part of pools of permits (permits.lua): one grant for each wish."""
+        """Settle this gateway's part of pools of permits (permits.lua): one grant for each wish. ``dead``: one that left
+        without a word."""
         arguments = {
             "gateway": gateway,
             "number": number,
@@ -202,6 +203,7 @@ class Store:
             "tenure_ms": round(TENURE_S * 1000),
             "spare": int(spare),
             "leave": leave,
+            "dead": dead,
             "pools": payload(wishes),
         }
         with _translated():

@@ -9,8 +9,11 @@ from __future__ import annotations
 import json
 import zlib
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple, Protocol
+
+import msgspec
 
 _HEAD = 2 << 10
 _TAIL = 4 << 10
@@ -55,17 +58,23 @@ class Meter(Protocol):
 
 def meter(content_type: str, encoding: str = "") -> Meter:
     """The meter for an answer with these headers."""
+    return _maker(content_type, encoding)()
+
+
+@lru_cache(maxsize=64)
+def _maker(content_type: str, encoding: str) -> Callable[[], Meter]:
+    """There are few kinds of answers, and many of each."""
     kind = content_type.partition(";")[0].strip().lower()
     if kind == "text/event-stream":
-        inner: Meter = _Events()
+        inner: Callable[[], Meter] = _Events
     elif kind.endswith("json"):
-        inner = _Document()
+        inner = _Document
     else:
-        return _Nothing()
+        return _Nothing
     coding = encoding.strip().lower()
     if coding in ("", "identity"):
         return inner
-    return _Inflating(inner) if coding in ("gzip", "x-gzip", "deflate") else _Nothing()
+    return (lambda: _Inflating(inner())) if coding in ("gzip", "x-gzip", "deflate") else _Nothing
 
 
 class _Nothing:
@@ -113,8 +122,8 @@ class _Events:
         first = tail[:_HEAD] if self._head is None else self._head
         first = first[: _end_of_event(first)]
         events = self._events + tail.count(b"\ndata:") + (whole and tail.startswith(b"data:")) - (b"data: [DONE]" in tail)
-        begun = _last(_objects(first)) or (None, None)
-        ended = _last(_objects(tail[len(first) :] if whole else tail))
+        begun = _latest(first) or (None, None)
+        ended = _latest(tail[len(first) :] if whole else tail)
         if ended is not None:
             return Usage(ended[0] or begun[0] or 0, ended[1] or 0)
         if events <= 0:
@@ -125,14 +134,25 @@ class _Events:
 class _Document:
     """One JSON document, of any length."""
 
-    __slots__ = ("_edge", "_found", "_open")
+    __slots__ = ("_edge", "_found", "_open", "_whole")
 
     def __init__(self) -> None:
+        self._whole: bytes | None = b""
+        """All of it, for as long as it came in one piece: most do, and are searched once, from their end."""
         self._edge = b""
         self._open: list[bytearray] = []
         self._found: deque[bytearray] = deque(maxlen=_CANDIDATES)
 
     def feed(self, chunk: bytes) -> None:
+        if self._whole is not None:
+            if not self._whole:
+                self._whole = chunk
+                return
+            first, self._whole = self._whole, None
+            self._search(first)
+        self._search(chunk)
+
+    def _search(self, chunk: bytes) -> None:
         for growing in self._open:
             growing.extend(chunk[: _OBJECT - len(growing)])
         window = self._edge + chunk
@@ -144,7 +164,10 @@ class _Document:
         self._edge = window[-_EDGE:]
 
     def usage(self) -> Usage | None:
-        found = _last(counts for candidate in self._found for counts in _objects(bytes(candidate)))
+        if self._whole is not None:
+            found = _latest(self._whole)
+        else:
+            found = next((counts for one in reversed(self._found) if (counts := _latest(bytes(one))) is not None), None)
         return None if found is None else Usage(found[0] or 0, found[1] or 0)
 
 
@@ -177,7 +200,7 @@ Counts = tuple[int | None, int | None]
 """Prompt and completion, as far as they are said."""
 
 
-def _positions(data: bytes) -> Iterable[int]:
+def _positions(data: bytes) -> list[int]:
     found = []
     for key in _KEYS:
         at = data.find(key)
@@ -187,23 +210,36 @@ def _positions(data: bytes) -> Iterable[int]:
     return sorted(found)
 
 
-def _objects(data: bytes) -> Iterable[Counts]:
-    """The counts in every whole object that one of the keys names, in their order."""
-    for at in _positions(data):
+def _latest(data: bytes) -> Counts | None:
+    """The counts in the last whole object that one of the keys names and that has any."""
+    for at in reversed(_positions(data)):
         colon = data.find(b":", at, at + 32)
-        text = data[colon + 1 : colon + 1 + _OBJECT].decode("utf-8", "replace").lstrip()
-        if colon < 0 or not text.startswith("{"):
-            continue
+        document = _object(data, colon + 1) if colon >= 0 else None
+        if document is not None and (counts := _counts(document)) != (None, None):
+            return counts
+    return None
+
+
+def _object(data: bytes, start: int) -> dict[str, Any] | None:
+    """The JSON object that begins there, if one does, and ends soon."""
+    # Most hold nothing but numbers, and end with the first brace.
+    flat = data[start : data.find(b"}", start, start + _OBJECT) + 1]
+    try:
+        document = msgspec.json.decode(flat)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        text = data[start : start + _OBJECT].decode("utf-8", "replace").lstrip()
         try:
             document, _ = _DECODER.raw_decode(text)
         except (ValueError, RecursionError):
-            continue
-        counts = _counts(document)
-        if counts != (None, None):
-            yield counts
+            return None
+    return document if isinstance(document, dict) else None
 
 
 def _counts(document: dict[str, Any]) -> Counts:
+    prompt, completion = document.get("prompt_tokens"), document.get("completion_tokens")
+    if type(prompt) is int and type(completion) is int and 0 <= prompt <= _MOST and 0 <= completion <= _MOST:
+        return prompt, completion  # as nearly all engines say it
+
     def number(*names: str) -> int | None:
         """The sum of those that are there, None when the first is not."""
         values = [document.get(name) for name in names]
@@ -225,10 +261,6 @@ def _counts(document: dict[str, Any]) -> Counts:
     if completion is None and prompt is not None and total is not None:
         completion = max(0, total - prompt)
     return prompt, completion
-
-
-def _last(found: Iterable[Counts]) -> Counts | None:
-    return next(reversed(list(found)), None)
 
 
 def _end_of_event(data: bytes) -> int:

@@ -141,18 +141,18 @@ class Waitroom:
     def enter(self, claim: Claim, *, returned: bool = False) -> None:
         ticket = claim.ticket
         ticket.turns += 1
-        queue, candidates = self._queues.get(ticket.model), self._candidates(ticket.model)
-        if queue is not None and queue.ready and any(candidate.free for candidate in candidates):
+        queue = self._queues.get(ticket.model)
+        if queue is not None and queue.ready and any(candidate.free for candidate in self._candidates(ticket.model)):
             # Who came earlier is served earlier.
             self.pump(ticket.model)
-            queue, candidates = self._queues.get(ticket.model), self._candidates(ticket.model)
+            queue = self._queues.get(ticket.model)
         throttled = bool(ticket.tenant) and self._at_limit(ticket.tenant)
         if not throttled and (queue is None or not queue.ready):
             # Nobody is passed over: who waits could not use the slot.
-            chosen = self._choose(ticket, candidates)
-            if chosen is not None:
-                self._ledger.begin(ticket.model, chosen.incarnation, ticket.tenant)
-                self._give(claim, chosen)
+            replica = self._pick(ticket)
+            if replica is not None:
+                self._ledger.begin(ticket.model, replica.incarnation, ticket.tenant)
+                claim.replica, claim.trial = replica, self._fleet.dispatch(replica)
                 return
         self._wait(claim, throttled=throttled, returned=returned)
 
@@ -233,11 +233,13 @@ class Waitroom:
         claim.decided()
 
     def _give(self, claim: Claim, chosen: Candidate) -> None:
-        for replica in self._fleet.available(claim.ticket.model):
+        claim.replica = replica = self._replica(claim.ticket.model, chosen)
+        claim.trial = self._fleet.dispatch(replica)
+
+    def _replica(self, model: str, chosen: Candidate) -> Replica:
+        for replica in self._fleet.available(model):
             if replica.incarnation == chosen.incarnation:
-                claim.replica = replica
-                claim.trial = self._fleet.dispatch(replica)
-                return
+                return replica
         raise AssertionError("a choice that is no candidate")
 
     def _refuse(self, claim: Claim, reject: Reject) -> None:
@@ -294,6 +296,17 @@ class Waitroom:
             return None
         spec = self._current.config.models[ticket.model]
         return choose(spec.balance, candidates, affinity=ticket.affinity, draw=self._draw())
+
+    def _pick(self, ticket: Ticket) -> Replica | None:
+        """A replica with a free slot, for one that need not wait."""
+        replicas = self._fleet.available(ticket.model)
+        if len(replicas) != 1:
+            chosen = self._choose(ticket, self._candidates(ticket.model))
+            return None if chosen is None else self._replica(ticket.model, chosen)
+        # There is nothing to choose, which is the common case, and costs a tenth.
+        only = replicas[0]
+        free = self._ledger.inflight(only.incarnation) < self._capacity.limit(only)
+        return only if free and ticket.model in self._current.config.models else None
 
     def _candidates(self, model: str) -> list[Candidate]:
         if model not in self._current.config.models:

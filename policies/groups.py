@@ -112,6 +112,34 @@ def decide(group: Group, model: str, members: Sequence[Member], queue: Sequence[
     return Stay("every member is busy, and in the middle of its turn")
 
 
+def wait_s(group: Group, model: str, members: Sequence[Member], queue: Sequence[Waiter]) -> float:
+    """Seconds until ``model`` may be expected to have a place, if everybody goes on as now. Takes what :func:`decide` takes.
+
+    Those that are leaving count as gone: how long a drain takes is for their clients to say. 0 for a model that nothing can be
+    said of: it is not in the queue, or nobody can ever be displaced for it.
+    """
+    others = [member for member in members if member.model != model]
+    rank = next((n for n, waiter in enumerate(queue) if waiter.model == model), None)
+    if rank is None:
+        return 0.0
+    behind = rank - (group.members - len(others) + sum(member.leaving for member in others))
+    turns = sorted(_left_s(group, member, queue[rank]) for member in others if not member.leaving and not member.pinned)
+    if behind < 0 or not turns:
+        return 0.0
+    # Each place goes round: to the one before, who serves at least its tenure, and only then to the next.
+    rounds, nth = divmod(behind, len(turns))
+    return turns[nth] + rounds * group.min_tenure_s
+
+
+def _left_s(group: Group, member: Member, waiter: Waiter) -> float:
+    serving_s = member.serving_s or 0.0
+    tenure_s = group.min_tenure_s - serving_s
+    if member.quiet_s >= QUIET_S:
+        return max(0.0, tenure_s)
+    turn = min(turn_s(group, member, waiter) - serving_s, group.max_wait_s - waiter.waited_s)
+    return max(0.0, tenure_s, turn)
+
+
 def _displace(candidates: Sequence[Member], model: str, why: str) -> Displace:
     return Displace(min(candidates, key=_dearness).model, f"displaced by {model}: {why}")
 

@@ -35,7 +35,8 @@ def outcome_of(status: int) -> Outcome:
     """What an answer's status says."""
     if status in (429, 503):
         return Outcome.BUSY
-    return Outcome.OK if status < 500 else Outcome.FAILED
+    # 501 is how engines say that they have no such route, or not for this model: nothing is wrong with them.
+    return Outcome.OK if status < 500 or status == 501 else Outcome.FAILED
 
 
 @dataclass(frozen=True, slots=True)

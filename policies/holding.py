@@ -7,13 +7,19 @@ the response has begun, and comments keep it alive; a failure is an error frame 
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 
 from policies.scalars import Bytes, Count, PositiveSeconds, Section
 
-KeepAlive = Literal["comment", "chunk", "off"]
+
+def _off(value: object) -> object:
+    """YAML reads a bare ``off`` as false."""
+    return "off" if value is False else value
+
+
+KeepAlive = Annotated[Literal["comment", "chunk", "off"], BeforeValidator(_off)]
 """What is sent to a held stream: SSE comments, empty chunks of the API's own kind (for clients that choke on comments), or
 nothing at all: such a request stays silent until it is served."""
 

@@ -245,11 +245,21 @@ class JobStore:
                 await self._client.hdel(self.keys.stages(model), *gone)
 
     async def begin_anew(self) -> None:
-        """Nothing runs here: if no other host works either, the installation starts, and models may be preloaded again."""
+        """Nothing runs here: if no other host works either, the installation starts, and models may be preloaded again.
+
+        A gateway may have been faster: what it has asked for meanwhile is not asked for twice.
+        """
         with _translated():
             others = [self.keys.host(name) for name in await self._client.smembers(self.keys.hosts) if name != self.host]
-            if not others or not await self._client.exists(*others):
-                await self._client.delete(self.keys.preloaded)
+            if others and await self._client.exists(*others):
+                return
+            before = await self._client.smembers(self.keys.preloaded)
+            ids = await self._client.zrange(self.keys.jobs, 0, -1)
+            texts = [await self._client.hget(self.keys.job(id), "record") for id in ids]
+            jobs = [job for text in texts if text and (job := _decoded(Job, text)) is not None]
+            gone = before - {job.model for job in jobs if job.reason == "preload"}
+            if gone:
+                await self._client.srem(self.keys.preloaded, *gone)
 
     async def hints(self) -> AsyncIterator[Hint | None]:
         """Hints as they come, and None about every second without one. Ends never; raises when the store is lost."""

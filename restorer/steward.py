@@ -71,7 +71,8 @@ class Steward:
 
     async def restart(self) -> Verdict:
         """New processes take the places of the gateway workers, one after the other, without a gap."""
-        assert self.supervisor is not None
+        if self.supervisor is None or not self.gateways:
+            return Verdict(number=0, fault="no worker has been started yet; try again in a moment")
         async with self._busy:
             done: list[str] = []
             for name in self.gateways:

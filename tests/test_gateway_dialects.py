@@ -65,7 +65,7 @@ def test_anthropic_errors_have_their_types_and_529(error, status, type):
     assert (reply.status, document["error"]["type"]) == (status, type)
     assert document == {"type": "error", "error": {"type": type, "message": str(error)}, "request_id": "req_1"}
     assert reply.headers["x-rewake-error"] == error.code
-    assert reply.headers == errors.render(error).headers
+    assert reply.headers == {**errors.render(error).headers, "request-id": "req_1"}
 
 
 def test_openai_errors_are_rendered_as_ever():

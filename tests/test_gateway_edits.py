@@ -106,6 +106,43 @@ def test_spans_are_exact_or_refused(pairs, odd):
     assert [(span.key, json.loads(text[span.value : span.end])) for span in members(text)] == pairs
 
 
+TOKENS = st.sampled_from(
+    [
+        *(b"{", b"}", b"[", b"]", b",", b":", b" ", b'"', b"\\", b"\xff", b"\x00", b"1", b"-", b"1e9", b"true", b"null"),
+        *(
+            b'"model"',
+            b'"m"',
+            b'"mod\\u0065l"',
+            b'"stream"',
+            b'"a"',
+            b'"\\u0061"',
+            b'"\xff"',
+            b'"\\ud800"',
+            b'"model":"m"',
+            b'"a":1',
+        ),
+    ]
+)
+
+
+@settings(deadline=None, max_examples=500)
+@given(inside=st.lists(TOKENS, max_size=12), first=st.booleans())
+def test_whatever_the_bytes_they_are_edited_exactly_or_refused(inside, first):
+    """Never a crash, never another model than the one that was read, never a change that was not asked for."""
+    data = b'{"model":"m",' * first + b"".join(inside) + b"}" * first
+    try:
+        body = body_of(data)
+        edited = edits.apply_now(body, model(strip=["a"], served_name="n"))
+    except InvalidRequest:
+        return
+    document = json.loads(data.decode("utf-8", "replace"))
+    after = json.loads(edited.data.decode("utf-8", "replace"))
+    assert document.pop("model") == body.model
+    assert after.pop("model") == "n"
+    document.pop("a", None)
+    assert after == document
+
+
 def test_a_repeated_field_is_not_edited_but_refused():
     body = body_of(b'{"model":"m","t":1,"t":2}')
     with pytest.raises(InvalidRequest, match="more than once"):

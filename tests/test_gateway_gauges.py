@@ -7,12 +7,14 @@ import random
 from typing import Any
 
 import httpx
+import pytest
 from conftest import eventually
 from fake_replica import CHAT, Exchange, FakeReplica, Fleet, Served, answer, delta, serving
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from redis import asyncio as redis_asyncio
 
+from gateway.fastpath import FastProtocol
 from policies.config import Config, parse
 from policies.replica import Replica, State
 from policies.tenancy import key_hash
@@ -179,6 +181,28 @@ async def test_what_the_gauges_show_is_what_is_held(store: redis_asyncio.Redis, 
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await eventually(lambda: samples(served, "rewake_queue_depth") == {'{model="m"}': 0.0})
+
+
+async def test_a_client_that_leaves_before_its_task_has_begun_leaves_nothing(
+    store: redis_asyncio.Redis, store_server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A task that is cancelled before its first step never enters its coroutine, so nothing in it could give anything back."""
+    carry = FastProtocol._carry
+
+    def carried_and_lost(self: FastProtocol, *args: Any) -> None:
+        transport = self.transport
+        carry(self, *args)
+        self.connection_lost(ConnectionResetError())
+        assert isinstance(transport, asyncio.Transport)
+        transport.abort()
+
+    monkeypatch.setattr(FastProtocol, "_carry", carried_and_lost)
+    async with serving(store_server) as served:
+        for _ in range(3):
+            with pytest.raises(httpx.TransportError):
+                await served.chat()
+        await eventually(lambda: served.counts() == (0, 0, 0), within=2)
+        await eventually(lambda: served.gateway.life.open == 0, within=2)
 
 
 def samples(served: Served, name: str) -> dict[str, float]:

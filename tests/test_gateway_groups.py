@@ -356,6 +356,8 @@ async def test_a_waiting_request_displaces_the_idle_model_and_is_served_in_its_p
         # Its turn is long, but nobody uses it.
         served.gateway.scaler._cost_s = lambda model: 1000.0
         request = asyncio.create_task(served.chat("b"))
+        await eventually(lambda: served.gateway.scaler._places)
+        assert served.gateway.scaler.place_s("a") == 0
         stop = (await eventually(fleet.stops, within=6))[0]
         assert (stop.model, stop.reason, stop.detail) == ("a", "group", "displaced by b: nobody used it")
         assert served.held("b") == 1
@@ -378,12 +380,14 @@ async def test_a_busy_model_keeps_its_place_for_its_turn(fleet, store_server):
     async with swapping(store_server, shared({"min_tenure_s": 30}, a={}, b={}), fleet, serving_s=10) as served:
         waiting = asyncio.create_task(served.chat("b"))
         await eventually(fleet.queue)
+        # Its turn ends in 20 s; whoever waits is told.
+        assert await eventually(lambda: 15 < served.gateway.scaler.place_s("b") <= 20)
         for _ in range(6):
             assert (await served.chat("a")).status_code == 200
             await asyncio.sleep(0.5)
         assert await fleet.stops() == []
         await fleet.serve_since("a", 31)
-        await eventually(fleet.stops, within=3)
+        await eventually(fleet.stops, within=6)
         await cancel(waiting)
 
 
@@ -408,11 +412,12 @@ async def _busy(served: Served, end: asyncio.Event) -> None:
 
 
 async def test_who_leaves_does_not_displace_anybody(fleet, store_server):
-    async with swapping(store_server, shared({"min_tenure_s": 62}, a={}, b={}), fleet) as served:
+    async with swapping(store_server, shared({"min_tenure_s": 1000}, a={}, b={}), fleet) as served:
         waiting = asyncio.create_task(served.chat("b"))
         await eventually(fleet.queue)
         await cancel(waiting)
-        await asyncio.sleep(3)
+        await fleet.serve_since("a", 2000)
+        await asyncio.sleep(1.5)
         assert await fleet.stops() == []
 
 
@@ -429,12 +434,12 @@ async def test_a_schedule_takes_the_place_of_the_idle_but_not_of_who_is_kept(fle
         await asyncio.sleep(2.5)
         assert await fleet.queue() == {}
         scaler._local = lambda: MIDNIGHT
-        await eventually(fleet.queue, within=3)
+        await eventually(fleet.queue, within=6)
         if keep:
             await asyncio.sleep(1.5)
             assert await fleet.stops() == []
         else:
-            await eventually(fleet.stops, within=3)
+            await eventually(fleet.stops, within=6)
 
 
 async def test_a_schedule_asks_while_it_lasts(fleet, store_server):
@@ -443,7 +448,7 @@ async def test_a_schedule_asks_while_it_lasts(fleet, store_server):
         served.gateway.scaler._local = lambda: NOON
         await store_quiet(fleet)
         served.gateway.scaler._local = lambda: MIDNIGHT
-        jobs = await eventually(fleet.jobs, within=3)
+        jobs = await eventually(fleet.jobs, within=6)
         assert sorted((job["replica"], job["reason"]) for job in jobs) == [("m#0", "schedule"), ("m#1", "schedule")]
 
 
@@ -477,6 +482,6 @@ async def test_a_second_has_a_look_at_every_model_however_often_one_of_them_is_p
 
         poking = asyncio.create_task(poke())
         scaler._local = lambda: MIDNIGHT
-        jobs = await eventually(fleet.jobs, within=3)
+        jobs = await eventually(fleet.jobs, within=6)
         assert {job["model"] for job in jobs} == {"b"}
         await cancel(poking)

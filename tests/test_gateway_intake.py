@@ -16,7 +16,7 @@ from fake_replica import configuration
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway import errors, intake, routes, spool
+from gateway import edits, errors, intake, routes, spool
 from gateway.current import Current
 from gateway.errors import GatewayError
 
@@ -292,6 +292,25 @@ def test_a_body_is_understood_alike_at_once_in_pieces_and_on_disk(data, headers,
     except GatewayError as error:
         in_pieces = error.status, error.code
     assert in_pieces == at_once
+
+
+def crowd(count: int, more: bytes = b"") -> bytes:
+    return b'{"model":"m",' + b",".join(b'"k%d" :1' % n for n in range(count)) + more + b"}"
+
+
+async def test_a_crowd_of_fields_costs_no_memory():
+    """A large body that must be looked at closely is refused if it consists of keys; one that need not be passes."""
+    error = await refused(door(), Feed(crowd(300_000, b',"\\u0061":1')))
+    assert (error.status, error.code) == (400, "invalid_json")
+    with await door().read(CHAT, {}, Feed(crowd(300_000))) as body, pytest.raises(errors.InvalidRequest, match="too many fields"):
+        edits.apply_now(body, configuration(model__strip=["k1"]).models["m"])
+    with await door().read(CHAT, {}, Feed(crowd(100_000, b',"\\u0061":1'))) as body:
+        assert edits.apply_now(body, configuration(model__strip=["k1"]).models["m"]).size == body.size
+
+
+async def test_keys_that_are_no_text_are_400():
+    error = await refused(door(), Feed(b'{"model":"m","\xff":1,"\\u0061":2}'))
+    assert (error.status, error.code) == (400, "invalid_json")
 
 
 async def test_unframed_bodies_are_400():

@@ -278,7 +278,8 @@ async def test_completions_chunks_are_harmless_in_the_sdk(store, store_server):
 async def test_messages_get_pings_and_error_events(store, store_server):
     config = configuration(model__hold={**HOLD, "keepalive": "chunk", "max_wait_s": 0.3})
     async with serving(store_server, config) as served:
-        seen = await whole(await raw(served.port, "/v1/messages"))
+        seen = await whole(await raw(served.port, "/v1/messages", head="x-request-id: mine\r\n"))
+        assert b"\r\nrequest-id: mine\r\n" in seen
         assert b'event: ping\ndata: {"type": "ping"}\n\n' in seen
         frame = seen[seen.index(b"event: error\ndata: ") + 19 :].split(b"\n\n")[0]
         assert json.loads(frame)["error"]["type"] == "overloaded_error"

@@ -123,6 +123,28 @@ async def test_a_steady_stream_is_paid_without_asking(store: redis.asyncio.Redis
         assert asyncio.get_running_loop().time() - began < 1
 
 
+async def test_at_twenty_thousand_a_second_nobody_waits_for_the_store(store: redis.asyncio.Redis, store_server: str) -> None:
+    """In the steady state no request awaits a round trip, and there are few of them."""
+    rich = {"requests_per_minute": 10**8, "tokens_per_minute": 10**9}
+    loop = asyncio.get_running_loop()
+    async with gateway(store_server, Current(config({"t": rich}))) as (limits, counted):
+        began, went, asked, calls = loop.time(), 0, 0, 0
+        while (now := loop.time()) < began + 2:
+            while went < (now - began) * 20_000:
+                if not limits.charge_request("t"):
+                    asked += now > began + 1
+                    await limits.obtain("t")
+                limits.charge_tokens("t", 50)
+                went += 1
+            calls = counted.calls if now <= began + 1 else calls
+            await asyncio.sleep(0.001)
+        assert asked == 0
+        assert counted.calls - calls < 15
+        await limits.leave()
+        left = float(await store.hget("rewake:budget:t", "requests") or 10**8)
+    assert 10**8 - went <= left
+
+
 async def test_what_is_not_used_goes_back(store: redis.asyncio.Redis, store_server: str) -> None:
     current = Current(config({"t": {"requests_per_minute": 800}}))
     async with gateway(store_server, current, 2) as (one, _), gateway(store_server, current, 2) as (two, _):

@@ -8,7 +8,7 @@ from conftest import eventually
 from fake_replica import Fleet, replica_server, serving
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.metrics import Metrics
+from gateway.metrics import Metrics, Shared, _free_place
 from policies.replica import Replica, Stage, State
 
 FLOOR = {
@@ -99,3 +99,15 @@ async def test_a_client_that_leaves_is_499_in_its_phase(store, store_server):
         assert found["rewake_client_disconnects_total", (("phase", "held"),)] == 1
         assert found["rewake_queue_wait_seconds_count", (("model", "m"), ("outcome", "cancelled"))] == 1
         assert any(dict(labels).get("code") == "499" for name, labels in found if name == "rewake_requests_total")
+
+
+def test_a_worker_learns_who_died_in_its_place(tmp_path):
+    place, lock = _free_place(tmp_path)
+    assert Shared(tmp_path, place, lock).succeed("first") == ""
+    other, second_lock = _free_place(tmp_path)
+    assert Shared(tmp_path, other, second_lock).succeed("second") == "", "the first one lives"
+    lock.close()  # what the kernel does when a process dies
+    again, third_lock = _free_place(tmp_path)
+    assert (again, Shared(tmp_path, again, third_lock).succeed("third")) == (place, "first")
+    second_lock.close()
+    third_lock.close()

@@ -40,11 +40,11 @@ class Lender:
         self.calls: list[list[Wish]] = []
         self.lost = False
 
-    async def lend(self, gateway: str, number: int, wishes: Any, *, spare: bool, leave: bool) -> list[Grant | None]:
+    async def lend(self, gateway: str, number: int, wishes: Any, *, spare: bool, leave: bool, dead: str) -> list[Grant | None]:
         if self.lost:
             raise StoreUnavailable("cut off", retry_after_s=1.0)
         self.calls.append(list(wishes))
-        return list(await self.store.lend(gateway, number, wishes, spare=spare, leave=leave))
+        return list(await self.store.lend(gateway, number, wishes, spare=spare, leave=leave, dead=dead))
 
 
 class Gateway:
@@ -229,8 +229,9 @@ async def test_a_gateway_that_leaves_gives_all_back_at_once(store, store_server)
 
 
 async def test_a_gateway_that_died_is_forgotten_after_a_while(store, store_server, monkeypatch):
-    monkeypatch.setattr(permits_module, "TTL_S", 0.3)
-    monkeypatch.setattr("gateway.store.TTL_S", 0.3)
+    for name, seconds in (("PERIOD_S", 0.1), ("TTL_S", 0.5)):
+        monkeypatch.setattr(permits_module, name, seconds)
+    monkeypatch.setattr("gateway.store.TTL_S", 0.5)
     async with gateways(store_server, 2, 4) as [a, b]:
         await eventually(lambda: a.limit)
         a.ask(4)
@@ -238,6 +239,19 @@ async def test_a_gateway_that_died_is_forgotten_after_a_while(store, store_serve
         a.lender.lost = True
         b.ask(4)
         await eventually(lambda: b.used == 4, within=3)
+
+
+async def test_a_successor_takes_over_at_once_from_a_gateway_that_was_killed(store, store_server):
+    """It is certain that the predecessor is dead: nobody waits for its lease to expire."""
+    async with gateways(store_server, 2, 4) as [killed, successor]:
+        await eventually(lambda: killed.limit)
+        killed.ask(4)
+        await eventually(lambda: killed.used == 4)
+        killed.lender.lost = True
+        successor.permits.dead = "g0"
+        successor.ask(4)
+        await eventually(lambda: successor.used == 4, within=1)
+        assert await noted(store) == {"g1": 4}
 
 
 async def test_a_store_that_forgot_gives_no_more_until_all_have_spoken(tmp_path):
@@ -300,6 +314,36 @@ async def test_pools_of_tenants_are_shared_like_replicas(store, store_server):
         await eventually(lambda: a.permits.places("t") == 10, within=5)
 
 
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(total=st.integers(1, 20), wants=st.lists(st.integers(0, 12), min_size=1, max_size=5), seed=st.integers(0, 2**32))
+def test_shares_are_max_min_fair_whatever_is_wanted(store_server, total, wants, seed):
+    """Nobody is short while somebody else has more than one above it, and nothing that is wanted is left lying about."""
+    asyncio.run(_settled(store_server, total, wants, random.Random(seed)))
+
+
+async def _settled(url: str, total: int, wants: list[int], chance: random.Random) -> None:
+    client, store = redis_asyncio.from_url(url, decode_responses=True), Store(url, "rewake")
+    try:
+        await client.flushall()
+        number, order = 0, list(range(len(wants)))
+        for _ in range(5):
+            chance.shuffle(order)
+            for n in order:
+                number += 1
+                wish = Wish("replica:i", total, 0, wants[n], 0)
+                await store.lend(f"g{n}", number, [wish], spare=True, leave=False)
+        held = await noted(client)
+    finally:
+        await store.close()
+        await client.aclose()
+    parts = [held[f"g{n}"] for n in range(len(wants))]
+    assert sum(parts) >= min(total, sum(wants)), parts
+    assert sum(parts) > total - len(parts), parts
+    for want, part in zip(wants, parts, strict=True):
+        if part < want:
+            assert max(parts) <= part + 1, parts
+
+
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32), total=st.integers(1, 6))
 def test_gateway_case_72_whatever_happens_the_total_is_never_exceeded(store_server, seed, total):
@@ -326,7 +370,8 @@ async def _storm(url: str, chance: random.Random, total: int) -> None:
                 await asyncio.sleep(chance.choice([0, 0.001, 0.01]))
             used = [each.used for each in made]
             assert sum(used) <= total, (action, used)
+        used_before = {each.permits.id: each.used for each in made}
         held = await noted(client)
-        assert sum(held.values()) <= total
-        assert all(each.used <= held.get(each.permits.id, 0) for each in made)
+        assert sum(held.values()) <= total, held
+        assert all(used <= held.get(id, 0) for id, used in used_before.items()), (used_before, held)
     await client.aclose()

@@ -457,8 +457,8 @@ async def test_a_dead_store_does_not_stop_serving(tmp_path):
         context = serving(url)
         served = await context.__aenter__()
         async with replica_server() as fake:
-            await Fleet(client).admit(fake)
-            await eventually(lambda: served.gateway.registry.available("m"))
+            replica = await Fleet(client).admit(fake)
+            await eventually(lambda: served.gateway.permits.limit(replica))
             await client.shutdown(nosave=True)
             await client.aclose()
             await eventually(lambda: not served.gateway.link.connected.is_set())

@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import yaml
 from certificates import make
@@ -16,9 +17,10 @@ from gateway.current import Current
 from gateway.exchange import Call
 from gateway.reload import Rejected, Reloader
 from gateway.tls import Certificates, Pem
-from policies.config import Config
+from policies.config import Config, parse
 from policies.control import Told
 from policies.replica import State
+from policies.tenancy import key_hash
 
 ENGINE = {"kind": "http", "command": ["/bin/true"]}
 
@@ -111,6 +113,44 @@ async def test_a_cold_model_that_no_longer_holds_lets_its_waiters_go(store, stor
         assert (await served.chat()).json()["error"]["code"] == "cold_start_timeout"
         assert not waiting.done()
         waiting.cancel()
+
+
+async def test_every_kind_of_setting_is_looked_up_afresh(store, store_server):
+    key, other = "k" * 32, "o" * 32
+
+    def tenants(*keys: str, **more: Any) -> Config:
+        config = configuration(gateway__max_body_bytes=2000, gateway__cors={"origins": ["https://a.example"]}, **more)
+        parsed = {"t": {"keys": [key_hash(each) for each in keys]}} if keys else {}
+        return parse(config.model_dump(mode="json") | {"tenants": parsed})
+
+    def bearer(value: str) -> dict[str, str]:
+        return {"Authorization": f"Bearer {value}", "Origin": "https://a.example", "X-Forwarded-For": "203.0.113.9"}
+
+    async with replica_server() as fake, serving(store_server, configuration()) as served:
+        await Fleet(store).admit(fake)
+        # A client that keeps its connection must not keep what was decided on it.
+        async with httpx.AsyncClient(base_url=served.url) as kept:
+
+            async def ask(value: str, size: int = 0) -> httpx.Response:
+                return await kept.post(CHAT, json={"model": "m", "x": "x" * size}, headers=bearer(value))
+
+            answer = await ask(key, 5000)
+            assert answer.status_code == 200
+            assert "access-control-allow-origin" not in answer.headers
+            put(served, tenants(key))
+            assert [(await ask(each)).status_code for each in (key, other)] == [200, 401]
+            assert (await ask(key)).headers["access-control-allow-origin"] == "https://a.example"
+            assert (await ask(key, 5000)).status_code == 413
+            put(served, tenants(other))
+            assert [(await ask(each)).status_code for each in (key, other)] == [401, 200]
+            seen = fake.requests[-1].header("X-Forwarded-For")
+            assert seen is not None
+            assert "203.0.113.9" not in seen
+            put(served, tenants(other, gateway__trusted_proxies=["127.0.0.1/32"]))
+            assert (await ask(other)).status_code == 200
+            assert fake.requests[-1].header("X-Forwarded-For") == "203.0.113.9, 127.0.0.1"
+            put(served, configuration())
+            assert (await ask("anything", 5000)).status_code == 200
 
 
 async def test_what_needs_a_restart_is_named_and_the_rest_is_in_force(store, store_server):

@@ -139,3 +139,12 @@ def test_a_size_with_a_unit_is_exact(number: int, unit: str) -> None:
 def test_what_is_no_size(text: str | int) -> None:
     with pytest.raises(ValidationError):
         TypeAdapter(Bytes).validate_python(text)
+
+
+def test_off_may_be_written_without_quotes() -> None:
+    """YAML reads a bare ``off`` as false."""
+    hold = {"keepalive": False, "user_agents": [{"pattern": "x", "keepalive": False}]}
+    parsed = parse(document({"hold": hold})).models["m"].hold
+    assert (parsed.keepalive, parsed.keepalive_for("x")) == ("off", "off")
+    with pytest.raises(ConfigError, match=r"models\.m\.hold\.keepalive: "):
+        parse(document({"hold": {"keepalive": True}}))

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.groups import QUIET_S, TURN_COSTS, Displace, Group, Member, Waiter, decide
+from policies.groups import QUIET_S, TURN_COSTS, Displace, Group, Member, Waiter, decide, wait_s
 
 GROUP = Group()
 BUSY, QUIET = 0.0, 60.0
@@ -87,6 +87,31 @@ def test_one_place(members: list[Member], changes: dict[str, Any], expected: str
 )
 def test_two_places(members: list[Member], changes: dict[str, Any], expected: str) -> None:
     assert verdict(*members, group=Group(members=2), **changes) == expected
+
+
+@pytest.mark.parametrize(
+    ("members", "changes", "expected"),
+    [
+        ([member()], {}, 0),
+        ([member(serving_s=4.0)], {}, 6),
+        ([member(leaving=True)], {}, 0),
+        ([member(pinned=True)], {}, 0),
+        ([member(serving_s=None)], {}, 10),
+        # Busy: the rest of its turn, or of what the waiter has to wait at most, whichever ends first.
+        ([member(quiet_s=BUSY, serving_s=15.0, cost_s=5.0)], {}, 5),
+        ([member(quiet_s=BUSY, serving_s=15.0, cost_s=500.0)], {}, 59),
+        ([member(quiet_s=BUSY, serving_s=3.0, cost_s=500.0)], {"asker": waiter(waited_s=58.0)}, 7),
+        # Behind others: each of them has its tenure first.
+        ([member(serving_s=4.0)], {"before": (waiter("v"), waiter("w"))}, 26),
+    ],
+)
+def test_how_long_a_place_takes(members: list[Member], changes: dict[str, Any], expected: float) -> None:
+    asker = changes.get("asker", waiter())
+    assert wait_s(GROUP, "x", members, [*changes.get("before", ()), asker]) == expected
+
+
+def test_nothing_is_said_of_who_does_not_wait() -> None:
+    assert wait_s(GROUP, "y", [member()], [waiter()]) == 0
 
 
 def test_the_reason_is_for_the_record_of_who_went() -> None:

@@ -25,6 +25,7 @@ def after(*outcomes: Outcome, health: Health = TRUSTED, now: float = 0.0, alone:
         (429, BUSY),
         (499, OK),
         (500, FAILED),
+        (501, OK),
         (502, FAILED),
         (503, BUSY),
         (504, FAILED),

@@ -195,6 +195,32 @@ async def test_restart_goes_one_by_one_and_stops_at_the_first_that_fails(it: Ins
     assert it.supervisor.pids["b"] == kept
 
 
+async def test_a_restart_before_anything_runs_says_so(it: Installation) -> None:
+    assert "no worker has been started yet" in (await it.steward.restart()).fault
+
+
+async def test_many_restarts_leave_nothing_open(it: Installation) -> None:
+    await it.start("a")
+    assert await it.supervisor.replace("a", within_s=20) == ""
+    await eventually(lambda: set(it.supervisor.pids) == {"a"}, within=20)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(4):
+        assert await it.supervisor.replace("a", within_s=20) == ""
+    await eventually(lambda: set(it.supervisor.pids) == {"a"}, within=20)
+    await eventually(lambda: len(os.listdir("/proc/self/fd")) == before)
+
+
+async def test_the_end_of_everything_ends_a_restart_that_is_under_way(it: Installation) -> None:
+    await it.start("a")
+    it.next_is("mute")
+    it.steward.soon(it.steward.restart())
+    await eventually(lambda: len(it.events("begins")) == 2, within=20)
+    pids = it.supervisor.pids.values()
+    it.steward.close()
+    assert await it.supervisor.stop("a") == []
+    await eventually(lambda: not any(map(alive, pids)), within=20)
+
+
 # ---------------------------------------------------------------- the configuration
 
 

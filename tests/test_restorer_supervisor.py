@@ -217,7 +217,7 @@ async def test_no_child_outlives_its_supervisor_however_that_dies(tmp_path: Path
         process.send_signal(number)
         process.wait(10)
     pids = [int(line.split()[2]) for line in begun()]
-    await eventually(lambda: not any(map(alive, pids)))
+    await eventually(lambda: not any(map(alive, pids)), within=20)
     events = [" ".join(line.split()[:2]) for line in journal.read_text().splitlines()]
     assert "gentle got-SIGTERM" in events
     assert "unprivileged got-SIGTERM" in events

@@ -215,16 +215,17 @@ async def test_gateway_case_32_rolling_restart_with_200_streams_and_50_held_fail
 
 
 async def test_gateway_case_32_what_does_not_end_within_the_drain_is_503_with_retry_after_1_or_cut(place: Place) -> None:
-    place.write(workers=1, access_log=False, drain_s=2)
+    place.write(workers=1, access_log=False, drain_s=2, models={"m": {"hold": {"silent_s": 0.2, "keepalive_s": 0.2}}})
     gate = asyncio.Event()
     async with replica_server(ticking(gate)) as fake, system(place) as it:  # type: ignore[arg-type]
         await it.fleet.admit(fake, "m", concurrency=10)
         streams = await _begin(place.port, 10)
         await eventually(lambda: len(fake.requests) == 10, within=10)
         held = [asyncio.create_task(Client("m", place.port, stream=False).run()) for _ in range(5)]
+        committed = await _begin(place.port, 5)
 
         async def all_held() -> bool:
-            return await it.held() == 5
+            return await it.held() == 10
 
         await eventually(all_held)
         began = time.monotonic()
@@ -236,6 +237,11 @@ async def test_gateway_case_32_what_does_not_end_within_the_drain_is_503_with_re
         }
         assert {client.header("connection") for client in refused} == {"close"}
         assert all(b"shutting_down" in client.body for client in refused)
+        # Those that had signs of life already get an error in the stream's own words, and no proper end.
+        late = await asyncio.wait_for(asyncio.gather(*committed), 30)
+        assert {(client.status, client.whole) for client in late} == {(200, False)}
+        assert all(client.body.count(b"\n: ") + client.body.startswith(b":") for client in late)
+        assert all(b"shutting_down" in client.body and b"[DONE]" not in client.body for client in late)
         cut = await asyncio.wait_for(asyncio.gather(*streams), 30)
         assert {client.status for client in cut} == {200}
         # No answer that was cut off looks whole.

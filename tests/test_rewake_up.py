@@ -159,6 +159,19 @@ async def test_a_store_of_ones_own_is_used_and_none_embedded(place: Place) -> No
             assert not place.socket.exists()
 
 
+async def test_sighup_is_a_reload_unless_the_terminal_was_closed(place: Place) -> None:
+    terminal, theirs = os.openpty()
+    with running(place, gateway=("listen",), stdin=theirs) as up:
+        os.close(theirs)
+        up.says("serving")
+        up.process.send_signal(signal.SIGHUP)
+        up.says("rewake: reloaded; no setting has changed")
+        os.close(terminal)
+        up.process.send_signal(signal.SIGHUP)
+        up.says("stopping: open responses may finish")
+        assert up.ends() == 0
+
+
 async def test_a_store_that_does_not_answer_ends_it_with_the_reason(place: Place) -> None:
     place.write(store=f"redis://127.0.0.1:{free_port()}")
     with running(place, store_s=0.3) as up:
