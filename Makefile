@@ -3,6 +3,7 @@
 
 PYTHON ?= python3
 ENGINE ?= vllm
+ENGINE_PYTHON ?= build/vllm-gpu/bin/python
 TOOLS := build/tools
 MODELS := build/models
 GGUF := $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
@@ -14,7 +15,7 @@ export REWAKE_LLAMA_SERVER := $(abspath $(TOOLS)/bin/llama-server)
 export REWAKE_MODEL := $(abspath $(GGUF))
 
 .DEFAULT_GOAL := help
-.PHONY: help install system criu llama-server vllm model hf-model demo test check clean
+.PHONY: help install system criu llama-server vllm model hf-model demo bench-gpu test check clean
 
 help:  ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -53,6 +54,11 @@ else
 demo: install criu llama-server model
 endif
 	@$(BIN)/python deploy/demo/demo.py --engine $(ENGINE)
+
+# ENGINE_PYTHON is the Python that has vLLM; BENCH_ARGS: see deploy/bench/gpu.py --help.
+bench-gpu: install criu  ## Measure on this host's NVIDIA GPU: cold starts, restores, swaps, faults.
+	$(BIN)/python -m pip install --quiet --editable '.[test,gpu]'
+	@$(BIN)/python deploy/bench/gpu.py --python $(ENGINE_PYTHON) $(BENCH_ARGS)
 
 test: install criu llama-server model  ## All tests, with the real CRIU and a real engine.
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
