@@ -267,7 +267,7 @@ def main() -> int:
     parser.add_argument("--restores", type=int, default=10, help="restores in a row (default: %(default)s)")
     parser.add_argument("--swaps", type=int, default=3, help="times that each of two models gets the GPU")
     parser.add_argument("--park-s", type=float, default=1.0, help="idle seconds before a model makes way in the swap step")
-    parser.add_argument("--kv-gib", type=int, default=2, help="size of the KV cache (default: %(default)s)")
+    parser.add_argument("--kv-gib", type=int, default=2, help="the 7B model's KV cache; 14B: four times that")
     parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="for the engines")
     parser.add_argument("--engine-arg", action="append", default=[], metavar="ARGUMENT", help="for the engines")
     parser.add_argument("--criu", default=os.environ.get("REWAKE_CRIU", ""), help="the CRIU binary")

@@ -22,6 +22,8 @@ from rich.console import Console
 ROOT = Path(__file__).resolve().parents[2]
 START_S, OPERATION_S, GONE_S = 60.0, 1800.0, 60.0
 _PAIR = ("--disable-custom-all-reduce",)
+KV = {"7b": 1, "14b": 4}
+"""Cache for the same context, against the first model's."""
 PROMPT = "Name the first ten prime numbers."
 console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
 
@@ -62,7 +64,7 @@ class Bench:
                 "command": [
                     *(self.options.python, "-m", "vllm.entrypoints.cli.main", "serve", str(folder), *more),
                     *("--served-model-name", served, f"{served}-cold", f"{served}-pair", "--host=0.0.0.0", "--port=8000"),
-                    *(f"--kv-cache-memory-bytes={self.options.kv_gib << 30}", *self.options.engine_arg),
+                    *(f"--kv-cache-memory-bytes={self.options.kv_gib * KV[name] << 30}", *self.options.engine_arg),
                     *arguments,
                 ],
                 "env": {
