@@ -28,12 +28,13 @@ from policies.replica import TERMINAL
 from policies.wire import Operation, OperationState
 from restorer import doctor as doctors
 from restorer import rundir
-from restorer.console import bytes_bar, print_json, print_table, size, stages, when
+from restorer.console import bytes_bar, on_gpu, print_json, print_table, size, stages, when
 from restorer.errors import RestorerError, SnapshotError
 from restorer.operator import DEFAULTS, FAILED, USAGE, Admin, Failed, load
 from restorer.snapshots import SnapshotStore, verify_files
 from restorer.stamps import Stamps
 from restorer.up import Up, command, environment
+from restorer.weights import verify_weights
 
 OK, INTERRUPTED = 0, 130
 _FOLLOW_S = 0.25
@@ -281,6 +282,7 @@ def show(id: str, config: ConfigFile = None, json_: AsJson = False) -> None:
         "HOST": f"{host.hostname}: {host.cpu_model}, Linux {host.kernel}, CRIU {host.criu_version}",
         "OBJECTS": f"{len(manifest.objects)}, {size(sum(item.bytes for item in manifest.objects))} apparent",
         "FILES": f"{len(manifest.files)} outside the snapshot must be unchanged",
+        **({"GPU": on_gpu(manifest.gpu)} if manifest.gpu else {}),
         "CANARY": f"{len(manifest.canary)} requests, {sum(exchange.tokens for exchange in manifest.canary)} tokens",
         "PROCESSES": f"{len(manifest.pids)} pids and tids under {manifest.root_pid}",
         "FOLDER": str(store.folder(manifest.id)),
@@ -297,7 +299,7 @@ def verify(id: str, config: ConfigFile = None, json_: AsJson = False) -> None:
     total = sum(item.bytes for item in manifest.objects)
     with bytes_bar(manifest.id, total) as report:
         faults = [*store.verify(manifest.id, full=True, progress=lambda done, _: report(done))]
-    faults += verify_files(manifest, _stamps(parsed))
+    faults += [*verify_files(manifest, _stamps(parsed)), *verify_weights(manifest, Path(parsed.state_dir), _stamps(parsed))]
     seconds = time.monotonic() - began
     if json_:
         print_json({"id": manifest.id, "faults": [str(fault) for fault in faults], "bytes": total, "seconds": round(seconds, 3)})

@@ -460,7 +460,8 @@ def test_restore_case_74_what_an_engine_says_of_broken_state_blames_the_snapshot
 
 
 def test_a_flipped_byte_in_a_weights_part_is_refused_before_criu(system: Installation, place: Path) -> None:
-    weights = state_of(system.snapshot("spoilt")).weights[0]
+    folder = system.snapshot("spoilt")
+    weights = state_of(folder).weights[0]
     part = place / "state/weights" / weights.digest / "part-00000"
     part.chmod(0o600)
     data = bytearray(part.read_bytes())
@@ -471,6 +472,9 @@ def test_a_flipped_byte_in_a_weights_part_is_refused_before_criu(system: Install
     answer = system.complete("spoilt")
     assert answer.status_code == 503
     assert f"weights/{weights.digest[:16]}/part-00000: expected sha256" in answer.text
+    verified = system.cli("snapshot", "verify", folder.name)
+    assert verified.returncode == 1
+    assert f"weights/{weights.digest[:16]}/part-00000: expected sha256" in verified.stdout
     assert system.calls("restore") == restores
 
 
@@ -499,6 +503,8 @@ def test_an_engine_that_does_not_fall_asleep_is_no_donor(system: Installation) -
 
 
 def test_what_runs_is_said_as_it_is_run(system: Installation, apart: Path) -> None:
+    assert "1 of 2, 1.0 MiB of state beside 0.2 MiB of weights; weights " in system.cli("snapshot", "show", apart.name).stdout
+    assert f"{apart.name}: whole" in system.cli("snapshot", "verify", apart.name).stdout
     command = manifest_of(apart).profile.command
     assert command[-3:] == ("--enable-sleep-mode", "--worker-extension-cls", "vllm_weights.RewakeWeights")
     assert manifest_of(apart).profile.env["VLLM_SERVER_DEV_MODE"] == "1"
