@@ -320,7 +320,9 @@ async def _pids(instance: Instance) -> tuple[int, ...]:
 
 async def _translated(instance: Instance, inner: Sequence[int]) -> list[int]:
     """The host's numbers of processes of a box."""
-    numbers = await asyncio.to_thread(inventory.numbers, instance.pid)
+    numbers = instance.numbers
+    if not all(pid in numbers for pid in inner):
+        numbers = await asyncio.to_thread(inventory.numbers, instance.pid)
     missing = [pid for pid in inner if pid not in numbers]
     if missing:
         raise EngineDied(f"of the restored engine the processes {missing} are gone, which use the GPU")

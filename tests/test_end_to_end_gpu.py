@@ -66,6 +66,8 @@ def system(place: Path) -> Iterator[Installation]:
         "wide": gpu_model(place, gpu={"count": 2}, snapshot={"create": "auto"}),
         "idle": gpu_model(place, "--no-cuda"),
         "nap": gpu_model(place, "--seed", "10", gpu={"suspend_s": 6}),
+        "killed": gpu_model(place, "--seed", "11"),
+        "full": gpu_model(place, "--seed", "12", snapshot={"create": "auto"}),
         "deaf": gpu_model(place, "--seed", "9", "--deaf", snapshot={"create": "auto"}),
     }
     system = Installation(place, network(19), models, gpu_helper=helper, failure_backoff_s=0.1, max_attempts=1)
@@ -500,6 +502,30 @@ def test_an_engine_that_does_not_fall_asleep_is_no_donor(system: Installation) -
     made = system.cli("snapshot", "create", "deaf")
     assert made.returncode == 1
     assert "this vLLM has no route /is_sleeping" in made.stdout + made.stderr
+
+
+@pytest.mark.parametrize("stage", ["before-dump", "before-restore"])
+def test_kill_9_of_the_restorer_in_the_midst_leaves_nothing_on_the_gpu(system: Installation, place: Path, stage: str) -> None:
+    """In mid-dump the donor is frozen, in mid-rehearsal its replica half-made: both go, and the operation is done again."""
+    before = system.calls(stage.removeprefix("before-"))
+    with concurrent.futures.ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as held:
+        held.enter_context(system.held(stage))
+        making = pool.submit(system.cli, "snapshot", "create", "killed")
+        eventually(lambda: system.calls(stage.removeprefix("before-")) > before, stage)
+        system.kill_restorer()
+        eventually(system.ready, "ready")
+        eventually(lambda: set(free(place).values()) == {8 << 30} or system.calls("dump") > before, "off the GPU")
+        held.close()
+        assert making.result().returncode in (0, 1)
+    eventually(lambda: not list(place.glob("state/weights/.staging-*")), "swept")
+
+
+def test_a_full_disk_costs_a_snapshot_and_no_engine(system: Installation, place: Path) -> None:
+    (place / "hold-full").touch()
+    answer = system.complete("full")
+    assert (answer.status_code, answer.headers["x-rewake-start"]) == (200, "cold")
+    (replica,) = system.replicas("full")
+    assert "no snapshot was made: full: rewake_export: OSError: [Errno 28] No space left on device" in replica["reason"]
 
 
 def test_what_runs_is_said_as_it_is_run(system: Installation, apart: Path) -> None:
