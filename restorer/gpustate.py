@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -188,7 +189,7 @@ async def _delivery(host: Host, box: Box, state: GpuState, placement: Placement)
         delivery.roomy = need_bytes(state) + largest + MARGIN_BYTES <= placement.free_bytes
         for rank, (uuid, parts) in enumerate(zip(placement.uuids, files, strict=True)):
             socket = f"weights-{rank}.sock"
-            delivery.names.append(f"{box.id}-{rank}")
+            delivery.names.append(f"{box.id}-{rank}-{secrets.token_hex(4)}")
             delivery.sockets.append(box.mountpoint / socket)
             load = host.cuda.load(delivery.names[-1], uuid, parts, box.private / socket, threads=_READERS, within_s=_LOAD_S)
             delivery.loads.append(asyncio.create_task(load))

@@ -112,8 +112,9 @@ class Host:
     async def discard(self, box: Box) -> None:
         """End a box and free what it had. What uses a GPU is taken off it first: a kill in mid-work has hung hosts."""
         try:
-            if box.facts.get("gpus") and box.alive:
-                await self.gpus.leave((await asyncio.to_thread(inventory.tree, box.init_pid)).pids)
+            if (gpus := box.facts.get("gpus")) and box.alive:
+                pids = await asyncio.to_thread(inventory.numbers, box.init_pid)
+                await self.gpus.leave(gpus, list(pids.values()))
         except RestorerError as error:
             log.warning("box %s is ended without a checkpoint of its GPU state: %s", box.id, error)
         finally:
