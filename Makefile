@@ -3,6 +3,7 @@
 
 PYTHON ?= python3
 ENGINE ?= vllm
+ENGINE_PYTHON ?= build/vllm-gpu/bin/python
 TOOLS := build/tools
 MODELS := build/models
 CLIENTS := build/clients
@@ -16,7 +17,7 @@ export REWAKE_MODEL := $(abspath $(GGUF))
 export REWAKE_CLIENTS := $(abspath $(CLIENTS))
 
 .DEFAULT_GOAL := help
-.PHONY: help install system criu llama-server clients vllm model hf-model demo test bench-held bench-gateway peers check clean
+.PHONY: help install system criu llama-server clients vllm model hf-model demo bench-gpu test bench-held bench-gateway peers check clean
 
 help:  ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -58,6 +59,11 @@ endif
 
 clients: | system
 	@PYTHON=$(PYTHON) deploy/install/clients.sh $(CLIENTS)
+
+# ENGINE_PYTHON is the Python that has vLLM; BENCH_ARGS: see deploy/bench/gpu.py --help.
+bench-gpu: install criu  ## Measure on this host's NVIDIA GPU: cold starts, restores, swaps, faults.
+	$(BIN)/python -m pip install --quiet --editable '.[test,gpu]'
+	@$(BIN)/python deploy/bench/gpu.py --python $(ENGINE_PYTHON) $(BENCH_ARGS)
 
 test: install criu llama-server model clients  ## All tests, with the real CRIU, a real engine and real client libraries.
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

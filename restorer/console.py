@@ -15,6 +15,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
+from policies.manifest import GpuState
+
 
 def when(ms: int) -> str:
     """A wall-clock time in milliseconds, for people."""
@@ -24,6 +26,13 @@ def when(ms: int) -> str:
 def size(count: int) -> str:
     """Bytes, for people."""
     return f"{count / (1 << 30):.2f} GiB" if count >= 1 << 30 else f"{count / (1 << 20):.1f} MiB"
+
+
+def on_gpu(state: GpuState) -> str:
+    """What a snapshot has on GPUs, for people."""
+    weights = size(sum(one.bytes for one in state.weights))
+    sets = "; ".join(f"weights {one.digest[:16]}… {size(one.bytes)}" for one in state.weights) or "weights in the dump"
+    return f"{len(state.used)} of {len(state.uuids)}, {size(state.state_bytes)} of state beside {weights} of weights; {sets}"
 
 
 def print_json(document: object) -> None:

@@ -26,7 +26,8 @@ CHUNK = 4 << 20
 _BUFFERS = 2
 """For each reader: one is read into while the other is copied from."""
 _FDS_A_MESSAGE = 64
-_SERVE_S = 120.0
+_SERVE_S = 900.0
+"""Longer than any restore: it ends by being dropped."""
 _PROBE_BYTES = 1 << 30
 
 
@@ -168,14 +169,23 @@ class Loads:
 
     def __init__(self, device: Callable[[str], Device]) -> None:
         self._device = device
+        self._lock = threading.Lock()
         self._loads: dict[str, _Load] = {}
+        self._dropped: set[str] = set()
+        """Names that were dropped before they were known: requests may overtake each other."""
 
     def load(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """Begin a load, and return when all of it is in device memory; the descriptors may be asked for from the beginning."""
+        """Begin a load, and return when all of it is in device memory; the descriptors may be asked for from the beginning.
+
+        A name is used once.
+        """
         files = [(str(path), int(count)) for path, count in asked["files"]]
         uuid = str(asked["gpu"])
-        load = _Load(lambda: self._device(uuid), files, str(asked["socket"]), int(asked["threads"]))
-        self._loads[str(asked["name"])] = load
+        with self._lock:
+            if str(asked["name"]) in self._dropped:
+                raise OSError(f"load {asked['name']} was dropped before it began")
+            load = _Load(lambda: self._device(uuid), files, str(asked["socket"]), int(asked["threads"]))
+            self._loads[str(asked["name"])] = load
         load.loaded.wait()
         if load.fault is not None:
             self.drop(asked)
@@ -183,8 +193,10 @@ class Loads:
         return {"bytes": sum(count for _, count in files), "seconds": load.seconds}
 
     def drop(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """End a load and free its memory; one that is not known is gone already."""
-        load = self._loads.pop(str(asked["name"]), None)
+        """End a load and free its memory; one that is not known is gone already, or will never begin."""
+        with self._lock:
+            load = self._loads.pop(str(asked["name"]), None)
+            self._dropped.add(str(asked["name"]))
         if load is not None:
             load.drop()
         return {}

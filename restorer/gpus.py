@@ -71,9 +71,10 @@ class Gpus:
         if count > len(known):
             raise Environment(f"{count} GPUs are asked for, and this host has {len(known)}; lower engine.gpu.count")
         deadline = time.monotonic() + wait_s
-        order = sorted(known, key=lambda uuid: uuid not in prefer)
         while True:
             found = await self.cuda.memory()
+            # Then the emptiest, to a gibibyte: strangers use GPUs too, and take no lease.
+            order = sorted(known, key=lambda uuid: (uuid not in prefer, -int(found.get(uuid, {}).get("free", 0)) // _GIB))
             lacks = {uuid: self._lack(uuid, found.get(uuid), need_bytes) for uuid in order}
             fit = [uuid for uuid in order if lacks[uuid] is None and uuid not in self._holders][:count]
             if len(fit) == count:
@@ -91,14 +92,14 @@ class Gpus:
         """The GPUs of a box that is off them for now, for one that takes its place for a moment; the lease stays as it is."""
         return self._placement(list(uuids), await self.cuda.memory())
 
-    async def leave(self, pids: Sequence[int]) -> None:
-        """Take processes that are about to be killed off the GPU, as far as they let it be done, and their state fits here."""
+    async def leave(self, uuids: Sequence[str], pids: Sequence[int]) -> None:
+        """Take processes that are about to be killed off their GPUs, as far as they let it be done, and their state fits here."""
         mine = await self.cuda.find(pids)
         if not mine:
             return
         found = await self.cuda.memory()
         # What cannot be told apart counts as theirs: the host must not run out of memory for the sake of an orderly end.
-        held = sum(int(one["total"]) - int(one["free"]) for uuid, one in found.items() if uuid in self._holders)
+        held = sum(int(one["total"]) - int(one["free"]) for uuid, one in found.items() if uuid in uuids)
         if held > memory()[1] // 2:
             log.warning("%d bytes of GPU state do not fit into this host's memory; their processes are ended without", held)
             return

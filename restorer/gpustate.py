@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -188,7 +189,7 @@ async def _delivery(host: Host, box: Box, state: GpuState, placement: Placement)
         delivery.roomy = need_bytes(state) + largest + MARGIN_BYTES <= placement.free_bytes
         for rank, (uuid, parts) in enumerate(zip(placement.uuids, files, strict=True)):
             socket = f"weights-{rank}.sock"
-            delivery.names.append(f"{box.id}-{rank}")
+            delivery.names.append(f"{box.id}-{rank}-{secrets.token_hex(4)}")
             delivery.sockets.append(box.mountpoint / socket)
             load = host.cuda.load(delivery.names[-1], uuid, parts, box.private / socket, threads=_READERS, within_s=_LOAD_S)
             delivery.loads.append(asyncio.create_task(load))
@@ -320,7 +321,9 @@ async def _pids(instance: Instance) -> tuple[int, ...]:
 
 async def _translated(instance: Instance, inner: Sequence[int]) -> list[int]:
     """The host's numbers of processes of a box."""
-    numbers = await asyncio.to_thread(inventory.numbers, instance.pid)
+    numbers = instance.numbers
+    if not all(pid in numbers for pid in inner):
+        numbers = await asyncio.to_thread(inventory.numbers, instance.pid)
     missing = [pid for pid in inner if pid not in numbers]
     if missing:
         raise EngineDied(f"of the restored engine the processes {missing} are gone, which use the GPU")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
 import re
 import shutil
 import socket
@@ -109,14 +111,18 @@ class Host:
         except RestorerError as error:
             log.warning("this host's GPUs cannot be used: %s", error)
             return
+        # CUDA's own start, which takes as long as a tenth of a restore, is paid for now.
+        with contextlib.suppress(RestorerError):
+            await self.cuda.states([os.getpid()])
         self.gpus.facts = facts
         self.facts = self.facts.model_copy(update={"gpu": facts})
 
     async def discard(self, box: Box) -> None:
         """End a box and free what it had. What uses a GPU is taken off it first: a kill in mid-work has hung hosts."""
         try:
-            if box.facts.get("gpus") and box.alive:
-                await self.gpus.leave((await asyncio.to_thread(inventory.tree, box.init_pid)).pids)
+            if (gpus := box.facts.get("gpus")) and box.alive:
+                pids = await asyncio.to_thread(inventory.numbers, box.init_pid)
+                await self.gpus.leave(gpus, list(pids.values()))
         except RestorerError as error:
             log.warning("box %s is ended without a checkpoint of its GPU state: %s", box.id, error)
         finally:

@@ -109,7 +109,19 @@ def numbers(root_pid: int, *, proc_root: Path = _PROC) -> dict[int, int]:
     Raises:
         EngineDied: there is no such process.
     """
-    return {_inner_pid(proc_root / str(pid), pid): pid for pid in tree(root_pid, proc_root=proc_root).pids}
+    found, waiting = {}, [root_pid]
+    while waiting:
+        # Not by way of the tree, which asks every thread for its number: an engine has hundreds, and waits for this.
+        pid = waiting.pop()
+        folder = proc_root / str(pid)
+        tasks = _names(folder / "task")
+        if tasks:
+            found[_inner_pid(folder, pid)] = pid
+        for task in tasks:
+            waiting += map(int, _text(folder / "task" / task / "children").split())
+    if not found:
+        raise EngineDied(f"there is no process {root_pid}: the engine has ended")
+    return found
 
 
 def mapped_files(root_pid: int, *, private: Collection[str] = (), proc_root: Path = _PROC) -> Sequence[str]:

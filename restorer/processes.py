@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator
+import signal
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 
 from restorer.errors import ToolHung
@@ -45,6 +46,13 @@ async def readable(fd: int, timeout_s: float, complaint: str) -> None:
         raise ToolHung(complaint) from None
     finally:
         loop.remove_reader(fd)
+
+
+def proceed(pids: Iterable[int]) -> None:
+    """Let stopped processes run on; those that have ended are left out."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
 
 
 def children(pid: int) -> list[int]:

@@ -17,11 +17,12 @@ import typer
 from policies.config import Config
 from policies.manifest import Manifest
 from restorer.commands import OK, AsJson, ConfigFile, NoWait, Timeout, finish, model_named
-from restorer.console import bytes_bar, print_json, print_table, size, when
+from restorer.console import bytes_bar, on_gpu, print_json, print_table, size, when
 from restorer.errors import SnapshotError
 from restorer.operator import FAILED, Admin, Failed, load
 from restorer.snapshots import SnapshotStore, verify_files
 from restorer.stamps import Stamps
+from restorer.weights import verify_weights
 
 snapshots = typer.Typer(no_args_is_help=True, help="Make, list, verify and remove snapshots.")
 _ID = re.compile(r"[0-9a-f]{16}")
@@ -66,6 +67,7 @@ def show(id: str, config: ConfigFile = None, json_: AsJson = False) -> None:
         "HOST": f"{host.hostname}: {host.cpu_model}, Linux {host.kernel}, CRIU {host.criu_version}",
         "OBJECTS": f"{len(manifest.objects)}, {size(sum(item.bytes for item in manifest.objects))} apparent",
         "FILES": f"{len(manifest.files)} outside the snapshot must be unchanged",
+        **({"GPU": on_gpu(manifest.gpu)} if manifest.gpu else {}),
         "CANARY": f"{len(manifest.canary)} requests, {sum(exchange.tokens for exchange in manifest.canary)} tokens",
         "PROCESSES": f"{len(manifest.pids)} pids and tids under {manifest.root_pid}",
         "FOLDER": str(store.folder(manifest.id)),
@@ -82,7 +84,7 @@ def verify(id: str, config: ConfigFile = None, json_: AsJson = False) -> None:
     total = sum(item.bytes for item in manifest.objects)
     with bytes_bar(manifest.id, total) as report:
         faults = [*store.verify(manifest.id, full=True, progress=lambda done, _: report(done))]
-    faults += verify_files(manifest, _stamps(parsed))
+    faults += [*verify_files(manifest, _stamps(parsed)), *verify_weights(manifest, Path(parsed.state_dir), _stamps(parsed))]
     seconds = time.monotonic() - began
     if json_:
         print_json({"id": manifest.id, "faults": [str(fault) for fault in faults], "bytes": total, "seconds": round(seconds, 3)})

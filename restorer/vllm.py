@@ -78,7 +78,7 @@ class Vllm(HttpEngine):
         if await self._asleep(client):
             # Whatever else a version puts to sleep.
             expect(await self.post(client, "/wake_up", None, _SLEEP_S))
-        await self._until(client, asleep=False)
+            await self._until(client, asleep=False)
 
     async def describe_weights(self, client: httpx.AsyncClient) -> list[tuple[Allocation, ...]]:
         if await self._asleep(client) is None:

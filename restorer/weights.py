@@ -25,7 +25,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from policies.manifest import Allocation, Weights, WeightsPart, canonical
+from policies.manifest import Allocation, Manifest, Weights, WeightsPart, canonical
 from restorer.errors import SnapshotError
 from restorer.files import disk_space, fsync, fsync_tree, write_durable
 from restorer.integrity import Fault, differences
@@ -144,6 +144,12 @@ class WeightsStore:
             return None
         whole = canonical(weights) == data and digest == weights.digest == _digest(weights.parts, weights.allocations)
         return weights if whole else None
+
+
+def verify_weights(manifest: Manifest, state_dir: Path, stamps: Stamps) -> Sequence[Fault]:
+    """Read every byte of the weights that a snapshot needs; every fault."""
+    sets = manifest.gpu.weights if manifest.gpu else ()
+    return WeightsStore(state_dir / "weights", stamps).verify(sets, full=True) if sets else ()
 
 
 def _digest(parts: Sequence[WeightsPart], allocations: Sequence[Allocation]) -> str:

@@ -3,7 +3,8 @@ its sleep throws away, and answers that depend on every byte of them.
 
 ``python e2e_gpu_engine.py PORT HOLD [--seed N] [--no-cuda] [--deaf] [vLLM's options for sleep]``. While HOLD-garble exists,
 what it takes in as weights is wrong by one bit, while HOLD-stale exists, the last run of it is left out; while HOLD-misaligned
-exists, it says what broken GPU state makes engines say. With --deaf it has no routes for sleep.
+exists, it says what broken GPU state makes engines say; while HOLD-full exists, it finds the disk full. With --deaf it has no
+routes for sleep.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ class HostMemory:
         return str(self._extension.fold([found]))
 
     def read(self, address: int, count: int) -> bytes:
+        if Path(self._hold + "-full").exists():
+            raise OSError(28, "No space left on device")
         return ctypes.string_at(address, count)
 
     def clear_unused(self) -> None:

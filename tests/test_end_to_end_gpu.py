@@ -10,7 +10,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -66,6 +65,8 @@ def system(place: Path) -> Iterator[Installation]:
         "wide": gpu_model(place, gpu={"count": 2}, snapshot={"create": "auto"}),
         "idle": gpu_model(place, "--no-cuda"),
         "nap": gpu_model(place, "--seed", "10", gpu={"suspend_s": 6}),
+        "killed": gpu_model(place, "--seed", "11"),
+        "full": gpu_model(place, "--seed", "12", snapshot={"create": "auto"}),
         "deaf": gpu_model(place, "--seed", "9", "--deaf", snapshot={"create": "auto"}),
     }
     system = Installation(place, network(19), models, gpu_helper=helper, failure_backoff_s=0.1, max_attempts=1)
@@ -90,6 +91,9 @@ def nothing_is_left_on_the_gpu(place: Path, system: Installation) -> Iterator[No
     for one in {replica["model"] for replica in system.admin("replicas")["replicas"] if replica["state"] == "admitted"}:
         system.park(one)
     eventually(system.nothing_half_made, "what was half-made to be gone")
+    # Two workers answer, and each may remember a failure for a moment longer than the other.
+    for _ in range(4):
+        eventually(lambda: "failed" not in {one["state"] for one in system.admin("models")["models"]}, "failures to be over")
     assert set(free(place).values()) == {8 << 30}
     assert not list(place.glob("state/weights/.staging-*"))
 
@@ -321,7 +325,7 @@ def test_restore_case_54_out_of_memory_kills_frees_the_lease_and_keeps_the_snaps
     assert "too little free memory" in answer.text
     eventually(lambda: not system.engines() or system.nothing_half_made(), "its processes are killed")
     (place / "cuda/fault-restore").unlink()
-    time.sleep(0.2)  # the failure's own back-off
+    eventually(lambda: "failed" not in {one["state"] for one in system.admin("models")["models"]}, "the failure is over")
     assert restored(system, "apart")["snapshot"] == apart.name
 
 
@@ -460,7 +464,8 @@ def test_restore_case_74_what_an_engine_says_of_broken_state_blames_the_snapshot
 
 
 def test_a_flipped_byte_in_a_weights_part_is_refused_before_criu(system: Installation, place: Path) -> None:
-    weights = state_of(system.snapshot("spoilt")).weights[0]
+    folder = system.snapshot("spoilt")
+    weights = state_of(folder).weights[0]
     part = place / "state/weights" / weights.digest / "part-00000"
     part.chmod(0o600)
     data = bytearray(part.read_bytes())
@@ -471,6 +476,9 @@ def test_a_flipped_byte_in_a_weights_part_is_refused_before_criu(system: Install
     answer = system.complete("spoilt")
     assert answer.status_code == 503
     assert f"weights/{weights.digest[:16]}/part-00000: expected sha256" in answer.text
+    verified = system.cli("snapshot", "verify", folder.name)
+    assert verified.returncode == 1
+    assert f"weights/{weights.digest[:16]}/part-00000: expected sha256" in verified.stdout
     assert system.calls("restore") == restores
 
 
@@ -498,7 +506,33 @@ def test_an_engine_that_does_not_fall_asleep_is_no_donor(system: Installation) -
     assert "this vLLM has no route /is_sleeping" in made.stdout + made.stderr
 
 
+@pytest.mark.parametrize("stage", ["before-dump", "before-restore"])
+def test_kill_9_of_the_restorer_in_the_midst_leaves_nothing_on_the_gpu(system: Installation, place: Path, stage: str) -> None:
+    """In mid-dump the donor is frozen, in mid-rehearsal its replica half-made: both go, and the operation is done again."""
+    before = system.calls(stage.removeprefix("before-"))
+    with concurrent.futures.ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as held:
+        held.enter_context(system.held(stage))
+        making = pool.submit(system.cli, "snapshot", "create", "killed")
+        eventually(lambda: system.calls(stage.removeprefix("before-")) > before, stage)
+        system.kill_restorer()
+        eventually(system.ready, "ready")
+        eventually(lambda: set(free(place).values()) == {8 << 30} or system.calls("dump") > before, "off the GPU")
+        held.close()
+        assert making.result().returncode in (0, 1)
+    eventually(lambda: not list(place.glob("state/weights/.staging-*")), "swept")
+
+
+def test_a_full_disk_costs_a_snapshot_and_no_engine(system: Installation, place: Path) -> None:
+    (place / "hold-full").touch()
+    answer = system.complete("full")
+    assert (answer.status_code, answer.headers["x-rewake-start"]) == (200, "cold")
+    (replica,) = system.replicas("full")
+    assert "no snapshot was made: full: rewake_export: OSError: [Errno 28] No space left on device" in replica["reason"]
+
+
 def test_what_runs_is_said_as_it_is_run(system: Installation, apart: Path) -> None:
+    assert "1 of 2, 1.0 MiB of state beside 0.2 MiB of weights; weights " in system.cli("snapshot", "show", apart.name).stdout
+    assert f"{apart.name}: whole" in system.cli("snapshot", "verify", apart.name).stdout
     command = manifest_of(apart).profile.command
     assert command[-3:] == ("--enable-sleep-mode", "--worker-extension-cls", "vllm_weights.RewakeWeights")
     assert manifest_of(apart).profile.env["VLLM_SERVER_DEV_MODE"] == "1"

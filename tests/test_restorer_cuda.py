@@ -254,7 +254,7 @@ async def test_a_load_that_fails_says_why_and_holds_nothing(host: Host, tmp_path
     short.write_bytes(b"abc")
     for files, why in (([(short, 4)], "shorter than its manifest says"), ([(tmp_path / "no", 4)], "No such file")):
         with pytest.raises(Environment, match=why):
-            await host.cuda.load("x", "GPU-0", files, tmp_path / "w.sock", threads=2, within_s=10)
+            await host.cuda.load(why, "GPU-0", files, tmp_path / "w.sock", threads=2, within_s=10)
     host.fault("allocate", do=fake_cuda.OUT_OF_MEMORY)
     with pytest.raises(Environment, match="too little free memory"):
         await host.cuda.load("x", "GPU-0", [(short, 3)], tmp_path / "w.sock", threads=2, within_s=10)
@@ -272,6 +272,13 @@ async def test_who_waits_for_a_load_that_is_dropped_is_told(host: Host, tmp_path
         await waiting
     with pytest.raises(Environment):
         await load
+
+
+async def test_a_load_that_is_dropped_before_it_begins_never_begins(host: Host, tmp_path: Path) -> None:
+    await host.cuda.drop("x")
+    with pytest.raises(Environment, match="load x was dropped before it began"):
+        await host.cuda.load("x", "GPU-0", [(tmp_path / "no", 4)], tmp_path / "w.sock", threads=1, within_s=10)
+    assert not (tmp_path / "w.sock").exists()
 
 
 async def test_bandwidth_is_measured(host: Host) -> None:

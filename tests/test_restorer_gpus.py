@@ -62,6 +62,16 @@ async def test_the_donors_gpu_is_preferred_and_another_will_do(gpus: Gpus) -> No
     assert (await gpus.lease("b", 1, need_bytes=1, wait_s=1, prefer=("GPU-1",))).indices == (0,)
 
 
+async def test_a_start_that_needs_no_certain_gpu_gets_the_emptiest(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def memory() -> dict[str, dict[str, object]]:
+        free = {"GPU-0": 3 << 30, "GPU-1": 8 << 30, "GPU-2": (8 << 30) - 1}
+        return {uuid: {"free": count, "total": 8 << 30, "pids": []} for uuid, count in free.items()}
+
+    monkeypatch.setattr(gpus.cuda, "memory", memory)
+    taken = [(await gpus.lease(box, 1, need_bytes=0, wait_s=1)).uuids[0] for box in "abc"]
+    assert taken == ["GPU-1", "GPU-2", "GPU-0"]
+
+
 async def test_restore_case_54_a_gpu_without_room_is_not_leased(gpus: Gpus, tmp_path: Path) -> None:
     (tmp_path / "cuda/stranger-bytes").write_text(str(6 << 30))
     assert (await gpus.lease("a", 1, need_bytes=2 << 30, wait_s=1)).free_bytes == 2 << 30
@@ -95,10 +105,10 @@ async def test_state_that_does_not_fit_into_memory_is_not_moved_there(
         (home / f"cuda-{engine.pid}").write_text(json.dumps({"state": "running", "index": 0, "bytes": 4 << 30}))
         await gpus.lease("a", 1, need_bytes=1, wait_s=1)
         monkeypatch.setattr("restorer.gpus.memory", lambda: (8 << 30, 7 << 30))
-        await gpus.leave([engine.pid])
+        await gpus.leave(["GPU-0"], [engine.pid])
         assert not (tmp_path / "cuda/calls").exists()
         monkeypatch.setattr("restorer.gpus.memory", lambda: (16 << 30, 9 << 30))
-        await gpus.leave([engine.pid])
+        await gpus.leave(["GPU-0"], [engine.pid])
         assert [line.split()[0] for line in (tmp_path / "cuda/calls").read_text().splitlines()] == ["lock", "checkpoint"]
     finally:
         engine.kill()

@@ -19,7 +19,7 @@ import pytest
 from conftest import eventually, require_root
 
 from restorer.errors import EngineDied
-from restorer.inventory import Finding, examine, mapped_files, tree
+from restorer.inventory import Finding, examine, mapped_files, numbers, tree
 from restorer.sockets import Socket, sockets_of
 
 PRELUDE = "import os, socket, subprocess, sys, threading, time, ctypes, signal\nprivate = sys.argv[1]\n"
@@ -104,6 +104,7 @@ async def test_the_tree_is_every_descendant_with_every_thread(start: Start) -> N
     threads = {int(name) for name in os.listdir(f"/proc/{pid}/task")}
     assert len(threads) == 3
     assert set(family.inner) == threads | set(family.pids)
+    assert numbers(pid) == {one: one for one in family.pids}
 
 
 async def test_pids_are_those_of_the_trees_own_namespace(start: Start) -> None:
@@ -113,12 +114,13 @@ async def test_pids_are_those_of_the_trees_own_namespace(start: Start) -> None:
     family = tree(child)
     assert family.pids == (child,)
     assert family.inner == (1,)
+    assert numbers(child) == {1: child}
 
 
 def test_a_process_that_has_ended_is_an_engine_that_died() -> None:
     with subprocess.Popen(["true"]) as process:
         process.wait()
-    for look in (tree, examine, mapped_files):
+    for look in (tree, examine, mapped_files, numbers):
         with pytest.raises(EngineDied, match=f"there is no process {process.pid}"):
             look(process.pid)
 

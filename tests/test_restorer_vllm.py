@@ -110,7 +110,7 @@ async def test_it_is_tidied_put_to_sleep_and_waited_for() -> None:
 
 async def test_it_wakes_by_the_cache_and_by_whatever_else_sleeps() -> None:
     for asleep, paths in (
-        ([False, False], ["/wake_up?tags=kv_cache"]),
+        ([False], ["/wake_up?tags=kv_cache"]),
         ([True, False], ["/wake_up?tags=kv_cache", "/wake_up"]),
     ):
         server = Server()

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import contextlib
 import json
 import os
 import shutil
@@ -21,238 +20,17 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import rates
 import report
-import shapes
-import yaml
-from rich.console import Console
+from installation import ROOT, Bench, BenchError, Refused, console
 
-ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build"
 OUTPUT = BUILD / "bench-gpu.json"
-STEPS = ("restore", "repeat", "other", "swap", "disk", "faults")
-START_S, OPERATION_S, GONE_S = 60.0, 1800.0, 60.0
-PROMPT = "Name the first ten prime numbers."
-console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
-
-
-class BenchError(Exception):
-    """A step that did not do what it must."""
-
-
-class Refused(BenchError):
-    """The gateway answered with an error."""
-
-
-class Bench:
-    """One installation, and what is asked of it."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.options = options
-        self.work = Path(options.work)
-        self.work.mkdir(parents=True, exist_ok=True)
-        self.base = f"http://127.0.0.1:{options.port}"
-        self.run_dir = Path("/run/rewake-bench-gpu")
-        self.names = {name: f"qwen2.5-{name}" for name in ("7b", "14b")}
-        self.folders = {name: Path(folder) for name, folder in (pair.split("=", 1) for pair in options.model)}
-        self.up: subprocess.Popen[bytes] | None = None
-
-    # ---------------------------------------------------------------- the installation
-
-    def model(self, name: str) -> dict[str, Any]:
-        """Configuration of one model."""
-        served, folder = self.names[name], self.folders.get(name)
-        more = () if folder else ("--load-format=dummy",)
-        folder = folder or shapes.write(served, self.work / "models" / served)
-        caches = self.work / "caches" / name
-        return {
-            "engine": {
-                "kind": "vllm",
-                "gpu": {"count": 1, "wait_s": 60},
-                "command": [
-                    *(self.options.python, "-m", "vllm.entrypoints.cli.main", "serve", str(folder), *more),
-                    *("--served-model-name", served, f"{served}-cold", "--host=0.0.0.0", "--port=8000"),
-                    *(f"--kv-cache-memory-bytes={self.options.kv_gib << 30}", *self.options.engine_arg),
-                ],
-                "env": {
-                    "HF_HUB_OFFLINE": "1",
-                    "VLLM_NO_USAGE_STATS": "1",
-                    "UV_USE_IO_URING": "0",
-                    "TORCHINDUCTOR_COMPILE_THREADS": "1",
-                    # The engine's own compile caches are kept between starts; the first one fills them.
-                    "VLLM_CACHE_ROOT": str(caches / "vllm"),
-                    "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
-                    "TRITON_CACHE_DIR": str(caches / "triton"),
-                    **dict(pair.split("=", 1) for pair in self.options.env),
-                },
-            },
-            # A failure must be seen, and not be hidden by a cold start.
-            "on_no_snapshot": "reject",
-            "on_restore_failure": "reject",
-            "snapshot": {"create": "manual", "rehearse": self.options.rehearse},
-            "canary": {"max_tokens": 32},
-        }
-
-    def configuration(self, **changes: Any) -> dict[str, Any]:
-        """The whole file. ``changes``: to every model but the cold one; ``restorer``: to that section."""
-        restorer = changes.pop("restorer", {})
-        models = {self.names[name]: {**self.model(name), **changes} for name in self.names}
-        models[f"{self.names['7b']}-cold"] = {**self.model("7b"), "on_no_snapshot": "cold"}
-        return {
-            "state_dir": str(self.work / "state"),
-            "run_dir": str(self.run_dir),
-            "gateway": {"port": self.options.port},
-            "restorer": {
-                **({"criu": self.options.criu} if self.options.criu else {}),
-                "network": "198.18.80.0/20",
-                "max_attempts": 1,
-                "failure_backoff_s": 0.5,
-                **restorer,
-            },
-            "models": models,
-        }
-
-    @contextlib.contextmanager
-    def installation(self, **changes: Any) -> Iterator[None]:
-        """`rewake up`, until the block ends; then Ctrl-C, which leaves nothing behind."""
-        config = self.work / "rewake.yaml"
-        config.write_text(yaml.safe_dump(self.configuration(**changes), sort_keys=False))
-        argv = [sys.executable, str(ROOT / "rewake.py"), "up", "-c", str(config)]
-        with (self.work / "up.log").open("ab") as log:
-            self.up = subprocess.Popen(argv, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-        try:
-            self.wait(lambda: self.get("/ready", check=False) is not None, START_S, "the gateway to be ready")
-            self.wait(lambda: bool(self.hosts()), START_S, "the restorer to report")
-            yield
-        finally:
-            if self.up.poll() is None:
-                self.up.send_signal(signal.SIGINT)
-                self.up.wait(180)
-
-    def wait(self, check: Callable[[], bool], seconds: float, what: str) -> None:
-        """Poll until it is so."""
-        deadline = time.monotonic() + seconds
-        while not check():
-            if self.up is not None and self.up.poll() is not None:
-                raise BenchError(f"`rewake up` ended with status {self.up.returncode}; see {self.work / 'up.log'}")
-            if time.monotonic() > deadline:
-                raise BenchError(f"waited {seconds:g} s for {what}; see {self.work / 'up.log'}")
-            time.sleep(0.05)
-
-    # ---------------------------------------------------------------- its API
-
-    def _authorization(self) -> dict[str, str]:
-        try:
-            return {"Authorization": f"Bearer {(self.run_dir / 'admin-token').read_text().strip()}"}
-        except OSError:
-            return {}
-
-    def get(self, path: str, *, check: bool = True) -> Any:
-        try:
-            answer = httpx.get(self.base + path, headers=self._authorization(), timeout=70)
-        except httpx.HTTPError:
-            if check:
-                raise
-            return None
-        if answer.status_code != httpx.codes.OK:
-            if check:
-                raise BenchError(f"GET {path} answered {answer.status_code}: {answer.text}")
-            return None
-        return answer.json()
-
-    def hosts(self) -> list[Any]:
-        found = self.get("/admin/v1/snapshots", check=False)
-        return [] if found is None else list(found["hosts"])
-
-    def operate(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """An admin operation, until it has ended."""
-        answer = httpx.post(self.base + path, json=body, headers=self._authorization(), timeout=70)
-        if answer.status_code != httpx.codes.ACCEPTED:
-            raise BenchError(f"POST {path} answered {answer.status_code}: {answer.text}")
-        operation: dict[str, Any] = answer.json()
-        deadline = time.monotonic() + OPERATION_S
-        while operation["state"] == "running":
-            if time.monotonic() > deadline:
-                raise BenchError(f"{path} did not end within {OPERATION_S:g} s")
-            operation = self.get(f"/admin/v1/operations/{operation['id']}?wait=20")
-        if operation["state"] != "succeeded":
-            raise BenchError(f"{path}: {operation['detail']}")
-        return operation
-
-    def stop_all(self) -> None:
-        """Every replica is stopped, and nothing is left on the GPU."""
-        for replica in self.get("/admin/v1/replicas")["replicas"]:
-            if replica["state"] in ("admitted", "draining"):
-                self.operate("/admin/v1/scale-down", {"model": replica["model"], "replicas": 0})
-        self.gone()
-
-    def gone(self) -> None:
-        """Nothing of ours is left on the GPU."""
-        self.wait(lambda: not self.on_gpu(), GONE_S, "the GPU to be free")
-
-    def on_gpu(self) -> list[str]:
-        """``pid, memory`` of each process that the driver names, but those that were there before us."""
-        return [line for line in rates.compute_processes() if line.split(",")[0] not in self.options.strangers]
-
-    def ask(self, model: str, *, tokens: int = 8) -> dict[str, Any]:
-        """A streaming request: ``seconds`` to the first token, ``text``, ``start``, ``incarnation``."""
-        body = {"model": model, "prompt": PROMPT, "max_tokens": tokens, "temperature": 0, "seed": 1, "stream": True}
-        began, first, text = time.monotonic(), None, ""
-        with httpx.stream("POST", f"{self.base}/v1/completions", json=body, timeout=None) as answer:
-            if answer.status_code != httpx.codes.OK:
-                raise Refused(f"{answer.status_code}: {answer.read().decode(errors='replace')}")
-            for line in answer.iter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                choices = json.loads(line.removeprefix("data: ")).get("choices") or [{}]
-                if choices[0].get("text") and first is None:
-                    first = time.monotonic() - began
-                text += choices[0].get("text") or ""
-            headers = answer.headers
-        if first is None:
-            raise BenchError(f"{model} answered without a token")
-        return {
-            "seconds": first,
-            "text": text,
-            "start": headers["x-rewake-start"],
-            "incarnation": headers["x-rewake-incarnation"],
-        }
-
-    def stages(self, incarnation: str) -> list[dict[str, Any]]:
-        for replica in self.get("/admin/v1/replicas")["replicas"]:
-            if replica["incarnation"] == incarnation:
-                return list(replica["stages"])
-        raise BenchError(f"no replica has the incarnation {incarnation} that answered")
-
-    def manifest(self, name: str) -> dict[str, Any]:
-        """The newest fitting snapshot's manifest; a snapshot is made when there is none."""
-        model = self.names[name]
-        host = self.hosts()[0]
-        if not host["capable"]:
-            raise BenchError(f"no snapshots on this host: {host['capability']}")
-        fitting = [one for one in host["snapshots"] if one["model"] == model and one["fits"]]
-        if fitting:
-            id = max(fitting, key=lambda one: one["created_ms"])["id"]
-        else:
-            self.stop_all()
-            console.print(f"{model}: starting a donor cold, capturing, rehearsing, publishing …")
-            began = time.monotonic()
-            id = self.operate("/admin/v1/snapshots", {"model": model})["snapshot"]
-            console.print(f"{model}: snapshot {id} was made in {time.monotonic() - began:.1f} s")
-        return dict(json.loads((self.work / "state/snapshots" / id / "manifest.json").read_bytes()))
-
-    def restored(self, model: str) -> dict[str, Any]:
-        """A request with nothing running, answered by a restored replica; with its stages."""
-        self.stop_all()
-        found = self.ask(model)
-        if found["start"] != "restored":
-            raise BenchError(f"{model} was started {found['start']}, not restored; see {self.work / 'up.log'}")
-        return {**found, "stages": self.stages(found["incarnation"])}
+STEPS = ("restore", "repeat", "disk", "other", "swap", "faults", "move", "pair")
 
 
 # -------------------------------------------------------------------- steps
@@ -299,17 +77,19 @@ def other(bench: Bench) -> dict[str, Any]:
 
 
 def swap(bench: Bench) -> dict[str, Any]:
-    """Two models in turn on one GPU, several clients at a time; each waits for the other to be parked."""
-    texts: dict[str, set[str]] = {}
-    seconds: dict[str, list[float]] = {}
+    """Two models in turn on one GPU, several clients at a time; each waits for the other to make way."""
+    rounds: list[dict[str, Any]] = []
     for number in range(2 * bench.options.swaps):
         model = bench.names[("7b", "14b")[number % 2]]
         with concurrent.futures.ThreadPoolExecutor(4) as pool:
             answers = list(pool.map(lambda _, model=model: bench.ask(model), range(4)))
-        texts.setdefault(model, set()).update(answer["text"] for answer in answers)
-        seconds.setdefault(model, []).append(round(max(answer["seconds"] for answer in answers), 3))
-        console.print(f"swap to {model}: four clients, the last one's first token after {seconds[model][-1]:.2f} s")
-    return {"requests": 8 * bench.options.swaps, "failed": 0, "first_token_s": seconds}
+        last = max(answers, key=lambda answer: answer["seconds"])
+        found = {"model": model, "start": last["start"], "first_token_s": round(last["seconds"], 3)}
+        rounds.append({**found, "answers": len({answer["text"] for answer in answers})})
+        console.print(
+            f"swap to {model}, {found['start']}: four clients, the last one's first token after {last['seconds']:.2f} s"
+        )
+    return {"requests": 4 * len(rounds), "failed": 0, "rounds": rounds}
 
 
 def disk(bench: Bench, name: str) -> dict[str, Any]:
@@ -331,7 +111,7 @@ def faults(bench: Bench) -> dict[str, Any]:
     """What must be refused or rolled back, each with what the client was told and what was left on the GPU."""
     model = bench.names["7b"]
     found: dict[str, Any] = {}
-    with bench.installation():
+    with bench.installation(gpu={"wait_s": 5}):
         bench.restored(model)
         worker = next(pid for pid in rates.engine_workers() if any(line.startswith(f"{pid},") for line in bench.on_gpu()))
         os.kill(worker, signal.SIGKILL)
@@ -352,6 +132,46 @@ def faults(bench: Bench) -> dict[str, Any]:
         with rates.flipped(part, part.stat().st_size // 2):
             found["flipped_byte"] = _refused(bench, model)
     return found
+
+
+def move(bench: Bench) -> dict[str, Any]:
+    """Restored onto another GPU, because something else has the memory of the donor's."""
+    manifest = bench.manifest("7b")
+    used = manifest["gpu"]["used"][0]
+    bench.stop_all()
+    with rates.hog(bench.options.python, bench.options.env, leave_gib=8, gpu=used) as pid:
+        bench.options.strangers.append(str(pid))
+        answer = bench.restored(bench.names["7b"])
+        places = [line for line in rates.compute_processes("gpu_uuid") if line.split(",")[0] not in bench.options.strangers]
+        bench.stop_all()
+        bench.options.strangers.remove(str(pid))
+    moved = all(used not in line for line in places)
+    back = bench.restored(bench.names["7b"])
+    return {
+        "restore_s": round(answer["seconds"], 3),
+        "moved": moved,
+        "equal": answer["text"] == back["text"],
+        "stages": answer["stages"],
+    }
+
+
+def pair(bench: Bench) -> dict[str, Any]:
+    """Two GPUs and NCCL: restored, or why not; a cold start must still serve."""
+    model = f"{bench.names['7b']}-pair"
+    bench.stop_all()
+    try:
+        manifest = bench.manifest("7b", "-pair")
+    except BenchError as error:
+        bench.gone()
+        return {"captured": False, "told": str(error), "left_on_gpu": bench.on_gpu()}
+    answer = bench.restored(model)
+    return {
+        "captured": True,
+        "cold_start_s": manifest["cold_start_s"],
+        "restore_s": round(answer["seconds"], 3),
+        "stages": answer["stages"],
+        "again_equal": bench.restored(model)["text"] == answer["text"],
+    }
 
 
 def _refused(bench: Bench, model: str) -> dict[str, Any]:
@@ -423,10 +243,15 @@ def run(bench: Bench, steps: list[str], result: dict[str, Any]) -> None:
                 keep(name, {"disk": disk(bench, name)})
         if "other" in steps:
             keep("other", other(bench))
+        if "move" in steps and result["host"]["gpus"] > 1:
+            keep("move", move(bench))
+        if "pair" in steps and result["host"]["gpus"] > 1:
+            keep("pair", pair(bench))
         bench.stop_all()
     if "swap" in steps:
-        with bench.installation(idle_park_s=bench.options.park_s):
-            keep("swap", swap(bench))
+        for key, gpu in (("swap", {}), ("swap_suspended", {"suspend_s": 600})):
+            with bench.installation(idle_park_s=bench.options.park_s, gpu=gpu):
+                keep(key, swap(bench))
             bench.gone()
     if "faults" in steps:
         keep("faults", faults(bench))
@@ -442,7 +267,7 @@ def main() -> int:
     parser.add_argument("--restores", type=int, default=10, help="restores in a row (default: %(default)s)")
     parser.add_argument("--swaps", type=int, default=3, help="times that each of two models gets the GPU")
     parser.add_argument("--park-s", type=float, default=1.0, help="idle seconds before a model makes way in the swap step")
-    parser.add_argument("--kv-gib", type=int, default=2, help="size of the KV cache (default: %(default)s)")
+    parser.add_argument("--kv-gib", type=int, default=2, help="the 7B model's KV cache; 14B: four times that")
     parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="for the engines")
     parser.add_argument("--engine-arg", action="append", default=[], metavar="ARGUMENT", help="for the engines")
     parser.add_argument("--criu", default=os.environ.get("REWAKE_CRIU", ""), help="the CRIU binary")

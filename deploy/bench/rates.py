@@ -26,9 +26,9 @@ sys.stdin.read()
 """
 
 
-def compute_processes() -> list[str]:
-    """``pid, memory`` of each process that the driver names."""
-    argv = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader"]
+def compute_processes(fact: str = "used_memory") -> list[str]:
+    """``pid, fact`` of each process that the driver names."""
+    argv = ["nvidia-smi", f"--query-compute-apps=pid,{fact}", "--format=csv,noheader"]
     return subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60).stdout.split("\n")[:-1]
 
 
@@ -120,9 +120,11 @@ def disk(paths: Sequence[Path], most: int = 6 << 30) -> float:
 
 
 @contextlib.contextmanager
-def hog(python: str, env: Sequence[str], leave_gib: int) -> Iterator[int]:
-    """A process that takes all device memory but a little; its pid."""
+def hog(python: str, env: Sequence[str], leave_gib: int, gpu: str = "") -> Iterator[int]:
+    """A process that takes all memory of a GPU (default: the first) but a little; its pid."""
     environment = {**os.environ, **dict(pair.split("=", 1) for pair in env)}
+    if gpu:
+        environment["CUDA_VISIBLE_DEVICES"] = gpu
     argv = [python, "-c", _HOG, str(leave_gib << 30)]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as process:
         assert process.stdout is not None
