@@ -40,7 +40,7 @@ _ACCEPT_TURNS = 1000
 _IDLE_S = 1.0
 """While draining, a connection that a client keeps may bring one more request within this time."""
 _REFUSE_S = 1.0
-"""How long the refusals at the end of the drain may take to reach their clients."""
+"""How long the refusals at the end of the drain, and then the last frames of what is cut, may take to reach their clients."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -183,7 +183,7 @@ class _Hangup:
 
 
 async def _drain(life: Life, runner: server.Runner, sockets: Iterable[socket.socket], drain_s: float) -> None:
-    """Accept nothing new, finish what is open or held, and refuse what is still held when the time is over."""
+    """Accept nothing new, finish what is open or held; when the time is over, refuse what is held and cut what streams."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + drain_s
     life.drain()
@@ -196,9 +196,12 @@ async def _drain(life: Life, runner: server.Runner, sockets: Iterable[socket.soc
         await runner.emptied(min(_IDLE_S, deadline - loop.time()))
         drained = await life.quiet(deadline - loop.time())
     life.refuse()
-    if not drained:
+    cut = 0
+    if not drained and not await life.quiet(_REFUSE_S):
+        cut = life.open
+        life.cut()
         await life.quiet(_REFUSE_S)
-    logs.info("stopping", drained=drained, open=life.open)
+    logs.info("stopping", drained=drained, cut=cut)
 
 
 async def _accepted(listener: socket.socket) -> None:

@@ -264,6 +264,7 @@ def _connect(gateway: Gateway, eta: Eta) -> None:
     scaler.on_trigger = lambda model, outcome: triggers.labels(model, "false" if outcome.created else "true").inc()
     gateway.life.on_drain.append(drain)
     gateway.life.on_refuse.append(waitroom.drain)
+    gateway.life.on_cut += [gateway.serving.proxy.cut, gateway.serving.fast.cut]
     gateway.current.on_change.append(lambda before, after: _reloaded(gateway, before, after))
 
 

@@ -172,6 +172,11 @@ class ShuttingDown(Unavailable):
     code = "shutting_down"
 
 
+def unfinished() -> ShuttingDown:
+    """The drain was over before the answer was."""
+    return ShuttingDown("This gateway stopped before the answer was complete.", retry_after_s=1.0)
+
+
 class StoreUnavailable(Unavailable):
     """The store does not answer; what needs it cannot be done now."""
 

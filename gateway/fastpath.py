@@ -89,6 +89,11 @@ class FastPath:
             for pool in self._pools.values():
                 pool.tidy()
 
+    def cut(self) -> None:
+        """End every answer that is under way; clients are told that it is not complete."""
+        for passing in list(self.passing):
+            passing.shut_down()
+
     def close(self) -> None:
         """Cut off whatever is left."""
         self.retain(frozenset())

@@ -36,6 +36,8 @@ class Life:
         """Called once, when the drain begins."""
         self.on_refuse: list[Callable[[], None]] = []
         """Called at the end of the drain: whoever still waits will not be served here."""
+        self.on_cut: list[Callable[[], None]] = []
+        """Called after that: whose answer is not complete by now is told so, and cut."""
         self.open = 0
         """Requests being answered."""
 
@@ -58,6 +60,11 @@ class Life:
     def refuse(self) -> None:
         """The drain is over: what is held is refused, so that its client can come back to another process."""
         for listener in self.on_refuse:
+            listener()
+
+    def cut(self) -> None:
+        """Nothing more may finish: what is still being answered ends here, and not as if its client had left."""
+        for listener in self.on_cut:
             listener()
 
     async def quiet(self, within_s: float) -> bool:

@@ -88,6 +88,8 @@ class Passing:
 
     def client_left(self) -> None:
         """Free the replica at once."""
+        if self._frames is not None and self._frames.done:
+            self._order.trail.status, self._order.trail.code = self._answering.status, ""
         self._end(keep=False)
 
     def hold_back(self) -> None:
@@ -168,6 +170,13 @@ class Passing:
             self.deadline = self._moved + spec.idle_body_timeout_s
             if total is not None:
                 self.deadline = min(self.deadline, self._since + total)
+
+    def shut_down(self) -> None:
+        """The gateway ends before the answer does."""
+        if self._answering.begun:
+            self._cut(errors.unfinished(), blame=False)
+        else:
+            self._give_up(errors.unfinished())
 
     # ends
 

@@ -59,6 +59,14 @@ class Proxy:
         self._upstreams = upstreams
         self._eta = eta
         self._metrics = metrics
+        self._relays: set[Relay] = set()
+        self._ending = False
+
+    def cut(self) -> None:
+        """End every answer that is under way; clients are told that it is not complete."""
+        self._ending = True
+        for relay in list(self._relays):
+            relay.shut_down()
 
     async def handle(self, head: Head, found: Found, source: Source, down: Downstream) -> None:
         """One request, from its head to the last byte of its answer.
@@ -95,6 +103,10 @@ class Proxy:
             await down.cut(late.frame)
         except ClientGone:
             pass
+        except asyncio.CancelledError:
+            if self._ending and trail.status == 499:
+                trail.status, trail.code = errors.ShuttingDown.status, errors.ShuttingDown.code
+            raise
         except Exception:
             trail.status, trail.code = GatewayError.status, GatewayError.code
             raise
@@ -227,15 +239,21 @@ class Proxy:
         else:
             await down.head(answer.status, answer.reason, headers)
         relay = Relay(answer, down, order.spec, trail)
+        self._relays.add(relay)
         try:
             await relay.run()
         except Truncated as broken:
             error = relay.failure(broken)
             self._decide.cut_short(order, replica, error, blame=relay.blames_replica)
             await down.cut(order.dialect.late(error, order.head.id) if events and relay.frames.between else b"")
+        except (ClientGone, asyncio.CancelledError):
+            if events and relay.frames.done:
+                trail.status, trail.code = answer.status, ""
+            raise
         else:
             trail.status, trail.code = answer.status, ""
         finally:
+            self._relays.discard(relay)
             self._decide.spent(order, relay.meter.usage())
 
     async def _tunnel(self, order: Order, answer: Answer, headers: Pairs, down: Downstream) -> None:

@@ -10,14 +10,15 @@ import contextlib
 
 from gateway import usage
 from gateway.downstream import Downstream
-from gateway.errors import GatewayError, UpstreamError, UpstreamTimeout
+from gateway.errors import GatewayError, UpstreamError, UpstreamTimeout, unfinished
 from gateway.trail import Trail
 from gateway.upstream import Answer, Truncated
 from gateway.watch import Watch
 from policies.config import Model
 
 _BLANK_LINES = (b"\n\n", b"\r\n\r\n", b"\r\r")
-_LONGEST = 4
+_LAST = (b"data: [DONE]\n\n", b"data: [DONE]\r\n\r\n")
+_LONGEST = max(map(len, _LAST))
 _MAX_LATE, _LATE_S = 64 << 10, 5.0
 """Bytes, and seconds, of a replica's error that comes when the client has its head already."""
 
@@ -32,7 +33,7 @@ class LateAnswer(Exception):
 
 
 class Frames:
-    """Where an event stream stands. Feed it every piece; it keeps four bytes."""
+    """Where an event stream stands. Feed it every piece; it keeps a few bytes."""
 
     __slots__ = ("_tail",)
 
@@ -47,6 +48,11 @@ class Frames:
         """Whether a frame of our own may follow: behind part of one it would be read as that one's end."""
         return not self._tail or self._tail.endswith(_BLANK_LINES)
 
+    @property
+    def done(self) -> bool:
+        """Whether the last frame of OpenAI's streams has passed: a client that has it need not wait for the body's end."""
+        return self._tail.endswith(_LAST)
+
 
 class Relay:
     """One body. The answer's head has been sent."""
@@ -57,6 +63,7 @@ class Relay:
         self._model = model
         self._trail = trail
         self._writing = False
+        self._stopped = False
         self._watch: Watch | None = None
         self.frames = Frames()
         self.meter = usage.meter(answer.content_type, answer.encoding)
@@ -91,17 +98,24 @@ class Relay:
 
     @property
     def blames_replica(self) -> bool:
-        """That the body broke off says something of its replica: not if it was merely long."""
-        return self._watch is None or self._watch.expired != "total"
+        """That the body broke off says something of its replica: not if it was merely long, or this gateway stops."""
+        return not self._stopped and (self._watch is None or self._watch.expired != "total")
 
     def failure(self, error: Truncated) -> GatewayError:
         """What the client is told when :meth:`run` raised ``error``."""
+        if self._stopped:
+            return unfinished()
         expired = self._watch.expired if self._watch is not None else None
         if expired == "idle":
             return UpstreamTimeout(f"The replica sent nothing more for {self._model.idle_body_timeout_s:g} s.")
         if expired == "total":
             return UpstreamTimeout(f"The answer was not complete within {self._model.total_timeout_s:g} s.")
         return UpstreamError(f"The replica's answer broke off: {error}.")
+
+    def shut_down(self) -> None:
+        """The gateway ends before the body does."""
+        self._stopped = True
+        self._answer.abort()
 
     def _expire(self) -> None:
         """Time is up: end the side that stands still. Its reader, or writer, gets an error and unwinds."""

@@ -259,6 +259,37 @@ async def test_a_client_that_leaves_is_noted_with_its_phase(
         assert (line["status"], line["code"], line["phase"], line["tenant"]) == (499, "client_left", "held", "alice")
 
 
+async def whole(body: bytes) -> AsyncIterator[bytes]:
+    yield body
+
+
+@pytest.mark.parametrize("path", ["fast", "ordinary"])
+async def test_a_client_that_leaves_with_the_last_frame_has_had_its_answer(
+    store: redis.asyncio.Redis, store_server: str, capfd: pytest.CaptureFixture[str], path: str
+) -> None:
+    """Some SDKs close at ``[DONE]`` and do not wait for the end of the body."""
+
+    async def script(exchange: Exchange) -> None:
+        await exchange.begin_events()
+        await exchange.event(delta("a"))
+        await exchange.chunk(b"data: [DONE]\n\n")
+        await exchange.client_left()
+
+    body = json.dumps({"model": "m", "stream": True}).encode()
+    async with running(store, store_server, config()) as (served, fake):
+        fake.default = script
+        # A body in chunks is not plain.
+        asked = body if path == "fast" else whole(body)
+        headers = {**AS_ALICE, "content-type": "application/json"}
+        async with served.client.stream("POST", CHAT, content=asked, headers=headers) as stream:
+            async for line in stream.aiter_lines():
+                if line == "data: [DONE]":
+                    break
+        (told,) = await lines(capfd, 1, [])
+        assert (told["status"], told["code"], told["phase"]) == (200, "", "streaming")
+        assert sample(served, "rewake_client_disconnects_total") == 0
+
+
 async def test_what_is_waited_for_is_logged(
     store: redis.asyncio.Redis, store_server: str, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import pwd
 import re
@@ -69,7 +70,8 @@ def written(folder: Path, port: int, **gateway: object) -> list[str]:
 async def worker(arguments: list[str], url: str, number: int = 0) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
     """One gateway process that listens; yields it and its address."""
     argv = [sys.executable, "-W", "error", "-m", "gateway", *arguments, "--store", url, "--worker", str(number)]
-    process = await asyncio.create_subprocess_exec(*argv, cwd=ROOT, stderr=asyncio.subprocess.PIPE)
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*argv, cwd=ROOT, stdout=pipe, stderr=pipe)
     try:
         lines = []
         async with asyncio.timeout(20):
@@ -222,7 +224,8 @@ async def test_a_connection_that_is_kept_may_bring_one_more_request_while_draini
     await client.aclose()
 
 
-async def test_a_stream_that_outlasts_the_drain_is_cut_not_ended(folder, store_url):
+@pytest.mark.parametrize("path", ["fast", "ordinary"])
+async def test_a_stream_that_outlasts_the_drain_is_told_why_and_cut_not_ended(folder, store_url, path):
     async def endless(exchange: Exchange) -> None:
         await exchange.begin_events()
         await exchange.event(delta("first"))
@@ -235,14 +238,24 @@ async def test_a_stream_that_outlasts_the_drain_is_cut_not_ended(folder, store_u
         httpx.AsyncClient(base_url=url, timeout=20) as http,
     ):
         await Fleet(client).admit(fake)
-        async with http.stream("POST", CHAT, json={"model": "m"}) as stream:
+        # A body in chunks is not plain.
+        body = b'{"model":"m","stream":true}' if path == "fast" else chunked(b'{"model":"m","stream":true}')
+        async with http.stream("POST", CHAT, content=body, headers={"content-type": "application/json"}) as stream:
             pieces = stream.aiter_bytes()
             await anext(pieces)
             process.send_signal(signal.SIGTERM)
+            last = json.loads((await anext(pieces)).removeprefix(b"data: "))
             with pytest.raises(httpx.RemoteProtocolError):
                 await anext(pieces)
+        assert last["error"]["code"] == "shutting_down"
         assert await asyncio.wait_for(process.wait(), 5) == 0
+        line = json.loads((await asyncio.wait_for(process.stdout.read(), 5)).splitlines()[-1])
+        assert (line["route"], line["status"], line["code"]) == (CHAT, 503, "shutting_down")
     await client.aclose()
+
+
+async def chunked(body: bytes) -> AsyncIterator[bytes]:
+    yield body
 
 
 async def draining(client: redis.asyncio.Redis) -> bool:

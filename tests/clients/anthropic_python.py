@@ -1,6 +1,6 @@
-"""The `anthropic` package as an application uses it: ``anthropic_python.py BASE_URL KEY SCENARIO MODEL``.
+"""The `anthropic` package as an application uses it: ``anthropic_python.py BASE_URL (KEY SCENARIO MODEL)...``.
 
-Prints one JSON object: what the application saw.
+Prints one JSON object a line: what the application saw in each scenario.
 """
 
 import json
@@ -25,17 +25,17 @@ def stream(client: anthropic.Anthropic, model: str) -> dict[str, Any]:
 SCENARIOS = {f.__name__: f for f in (chat, stream)}
 
 
-def main() -> None:
-    base, key, scenario, model = sys.argv[1:]
+def see(base: str, key: str, scenario: str, model: str) -> dict[str, Any]:
     client = anthropic.Anthropic(base_url=base.removesuffix("/v1"), api_key=key)
     try:
-        seen = SCENARIOS[scenario](client, model)
+        return SCENARIOS[scenario](client, model)
     except anthropic.APIStatusError as error:
         kind = (error.body or {}).get("error", {}).get("type") if isinstance(error.body, dict) else None
-        seen = {"error": type(error).__name__, "status": error.status_code, "type": kind, "id": error.request_id}
+        return {"error": type(error).__name__, "status": error.status_code, "type": kind, "id": error.request_id}
     except anthropic.APIError as error:
-        seen = {"error": type(error).__name__, "message": str(error)}
-    print(json.dumps({"client": f"anthropic {anthropic.__version__}", **seen}))
+        return {"error": type(error).__name__, "message": str(error)}
 
 
-main()
+base, *asked = sys.argv[1:]
+for key, scenario, model in zip(asked[::3], asked[1::3], asked[2::3], strict=True):
+    print(json.dumps(see(base, key, scenario, model)), flush=True)

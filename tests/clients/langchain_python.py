@@ -1,6 +1,6 @@
-"""The `langchain-openai` package as an application uses it: ``langchain_python.py BASE_URL KEY SCENARIO MODEL``.
+"""The `langchain-openai` package as an application uses it: ``langchain_python.py BASE_URL (KEY SCENARIO MODEL)...``.
 
-Prints one JSON object: what the application saw.
+Prints one JSON object a line: what the application saw in each scenario.
 """
 
 import json
@@ -34,13 +34,13 @@ def embeddings(base: str, key: str, model: str) -> dict[str, Any]:
 SCENARIOS = {f.__name__: f for f in (chat, stream, embeddings)}
 
 
-def main() -> None:
-    base, key, scenario, model = sys.argv[1:]
+def see(base: str, key: str, scenario: str, model: str) -> dict[str, Any]:
     try:
-        seen = SCENARIOS[scenario](base, key, model)
+        return SCENARIOS[scenario](base, key, model)
     except openai.APIError as error:
-        seen = {"error": type(error).__name__, "status": getattr(error, "status_code", None), "code": error.code}
-    print(json.dumps({"client": "langchain-openai", **seen}))
+        return {"error": type(error).__name__, "status": getattr(error, "status_code", None), "code": error.code}
 
 
-main()
+base, *asked = sys.argv[1:]
+for key, scenario, model in zip(asked[::3], asked[1::3], asked[2::3], strict=True):
+    print(json.dumps(see(base, key, scenario, model)), flush=True)

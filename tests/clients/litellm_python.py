@@ -1,6 +1,6 @@
-"""The `litellm` package as an application uses it: ``litellm_python.py BASE_URL KEY SCENARIO MODEL``.
+"""The `litellm` package as an application uses it: ``litellm_python.py BASE_URL (KEY SCENARIO MODEL)...``.
 
-Prints one JSON object: what the application saw.
+Prints one JSON object a line: what the application saw in each scenario.
 """
 
 import json
@@ -37,14 +37,14 @@ def embeddings(target: dict[str, Any]) -> dict[str, Any]:
 SCENARIOS = {f.__name__: f for f in (chat, stream, embeddings)}
 
 
-def main() -> None:
-    base, key, scenario, model = sys.argv[1:]
-    litellm.suppress_debug_info = True
+def see(base: str, key: str, scenario: str, model: str) -> dict[str, Any]:
     try:
-        seen = SCENARIOS[scenario]({"model": f"openai/{model}", "api_base": base, "api_key": key})
+        return SCENARIOS[scenario]({"model": f"openai/{model}", "api_base": base, "api_key": key})
     except openai.APIError as error:
-        seen = {"error": type(error).__name__, "status": getattr(error, "status_code", None), "code": error.code}
-    print(json.dumps({"client": "litellm", **seen}))
+        return {"error": type(error).__name__, "status": getattr(error, "status_code", None), "code": error.code}
 
 
-main()
+litellm.suppress_debug_info = True
+base, *asked = sys.argv[1:]
+for key, scenario, model in zip(asked[::3], asked[1::3], asked[2::3], strict=True):
+    print(json.dumps(see(base, key, scenario, model)), flush=True)

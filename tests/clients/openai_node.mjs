@@ -1,13 +1,13 @@
-// The `openai` package of Node as an application uses it: node openai_node.mjs BASE_URL KEY SCENARIO MODEL.
-// Prints one JSON object: what the application saw.
+// The `openai` package of Node as an application uses it: node openai_node.mjs BASE_URL (KEY SCENARIO MODEL)...
+// Prints one JSON object a line: what the application saw in each scenario.
 import { createRequire } from "node:module";
 import { pathToFileURL } from "node:url";
 
 const require = createRequire(`${process.env.NODE_MODULES_OF}/`);
 const { default: OpenAI } = await import(pathToFileURL(require.resolve("openai")).href);
 
-const [base, key, scenario, model] = process.argv.slice(2);
-const client = new OpenAI({ baseURL: base, apiKey: key });
+const [base, ...asked] = process.argv.slice(2);
+let client, model;
 const exact = { temperature: 0, seed: 1, max_tokens: 8, messages: [{ role: "user", content: "Say hello." }] };
 
 const scenarios = {
@@ -47,11 +47,15 @@ const scenarios = {
   },
 };
 
-let seen;
-try {
-  seen = await scenarios[scenario]();
-} catch (error) {
-  if (!(error instanceof OpenAI.APIError)) throw error;
-  seen = { error: error.constructor.name, status: error.status, code: error.code, id: error.requestID, message: error.message };
+for (let at = 0; at < asked.length; at += 3) {
+  client = new OpenAI({ baseURL: base, apiKey: asked[at] });
+  model = asked[at + 2];
+  let seen;
+  try {
+    seen = await scenarios[asked[at + 1]]();
+  } catch (error) {
+    if (!(error instanceof OpenAI.APIError)) throw error;
+    seen = { error: error.constructor.name, status: error.status, code: error.code, id: error.requestID, message: error.message };
+  }
+  console.log(JSON.stringify(seen));
 }
-console.log(JSON.stringify({ client: "openai for Node", ...seen }));

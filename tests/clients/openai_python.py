@@ -1,6 +1,6 @@
-"""The `openai` package, old or new, as an application uses it: ``openai_python.py BASE_URL KEY SCENARIO MODEL``.
+"""The `openai` package, old or new, as an application uses it: ``openai_python.py BASE_URL (KEY SCENARIO MODEL)...``.
 
-Prints one JSON object: what the application saw. An error is what the SDK raised, not a failure of this program.
+Prints one JSON object a line: what the application saw in each scenario. An error is what the SDK raised, no failure of ours.
 """
 
 import json
@@ -63,16 +63,16 @@ def models(client: openai.OpenAI, model: str) -> dict[str, Any]:
 SCENARIOS = {f.__name__: f for f in (chat, stream, tools, completion, embeddings, models)}
 
 
-def main() -> None:
-    base, key, scenario, model = sys.argv[1:]
+def see(base: str, key: str, scenario: str, model: str) -> dict[str, Any]:
     client = openai.OpenAI(base_url=base, api_key=key)
     try:
-        seen = SCENARIOS[scenario](client, model)
+        return SCENARIOS[scenario](client, model)
     except openai.APIStatusError as error:
-        seen = {"error": type(error).__name__, "status": error.status_code, "code": error.code, "id": error.request_id}
+        return {"error": type(error).__name__, "status": error.status_code, "code": error.code, "id": error.request_id}
     except openai.APIError as error:
-        seen = {"error": type(error).__name__, "code": error.code, "message": str(error)}
-    print(json.dumps({"client": f"openai {openai.__version__}", **seen}))
+        return {"error": type(error).__name__, "code": error.code, "message": str(error)}
 
 
-main()
+base, *asked = sys.argv[1:]
+for key, scenario, model in zip(asked[::3], asked[1::3], asked[2::3], strict=True):
+    print(json.dumps(see(base, key, scenario, model)), flush=True)
