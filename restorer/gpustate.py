@@ -38,7 +38,7 @@ LOCK_S = 30.0
 _DRIVER_S = 180.0
 """For one step of the driver, which moves gigabytes."""
 _LOAD_S = 600.0
-_READERS = 16
+_READERS = 8
 _SETTLE_S = 15.0
 
 
