@@ -164,9 +164,14 @@ def pair(bench: Bench) -> dict[str, Any]:
     except BenchError as error:
         bench.gone()
         return {"captured": False, "told": str(error), "left_on_gpu": bench.on_gpu()}
-    answer = bench.restored(model)
+    try:
+        answer = bench.restored(model)
+    except Refused as error:
+        bench.gone()
+        return {"captured": True, "restored": False, "told": str(error), "left_on_gpu": bench.on_gpu()}
     return {
         "captured": True,
+        "restored": True,
         "cold_start_s": manifest["cold_start_s"],
         "restore_s": round(answer["seconds"], 3),
         "stages": answer["stages"],
@@ -270,6 +275,7 @@ def main() -> int:
     parser.add_argument("--kv-gib", type=int, default=2, help="the 7B model's KV cache; 14B: four times that")
     parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="for the engines")
     parser.add_argument("--engine-arg", action="append", default=[], metavar="ARGUMENT", help="for the engines")
+    parser.add_argument("--pair-arg", action="append", default=[], metavar="ARGUMENT", help="for the engine on two GPUs")
     parser.add_argument("--criu", default=os.environ.get("REWAKE_CRIU", ""), help="the CRIU binary")
     parser.add_argument("--work", default=str(BUILD / "bench-gpu"), help="everything is kept here (default: %(default)s)")
     parser.add_argument("--port", type=int, default=18180)
