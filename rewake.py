@@ -31,10 +31,9 @@ from restorer import rundir
 from restorer.console import bytes_bar, on_gpu, print_json, print_table, size, stages, when
 from restorer.errors import RestorerError, SnapshotError
 from restorer.operator import DEFAULTS, FAILED, USAGE, Admin, Failed, load
-from restorer.snapshots import SnapshotStore, verify_files
+from restorer.snapshots import SnapshotStore, verify_files, verify_weights
 from restorer.stamps import Stamps
 from restorer.up import Up, command, environment
-from restorer.weights import verify_weights
 
 OK, INTERRUPTED = 0, 130
 _FOLLOW_S = 0.25
@@ -225,7 +224,6 @@ def logs(
             incarnation = str(admin.replica(replica)["incarnation"])
     if not _SAFE.fullmatch(incarnation):
         raise Failed(f"{replica} does not run, so it has no log")
-    # An engine that was suspended in between has had several incarnations in one box.
     path = boxes / incarnation.partition("-")[0] / "private" / "engine.log"
     try:
         # The engine can write to that folder: a link in it could lead anywhere.
@@ -280,9 +278,9 @@ def show(id: str, config: ConfigFile = None, json_: AsJson = False) -> None:
         "COMMAND": shlex.join(profile.command),
         "WEIGHTS": "\n".join(f"{path} sha256 {sha256[:16]}…" for path, sha256 in profile.weights.items()) or "none listed",
         "HOST": f"{host.hostname}: {host.cpu_model}, Linux {host.kernel}, CRIU {host.criu_version}",
-        "OBJECTS": f"{len(manifest.objects)}, {size(sum(item.bytes for item in manifest.objects))} apparent",
+        "OBJECTS": f"{len(manifest.objects)}, {size(sum(item.bytes for item in manifest.objects))} apparent"
+        + on_gpu(manifest.gpu),
         "FILES": f"{len(manifest.files)} outside the snapshot must be unchanged",
-        **({"GPU": on_gpu(manifest.gpu)} if manifest.gpu else {}),
         "CANARY": f"{len(manifest.canary)} requests, {sum(exchange.tokens for exchange in manifest.canary)} tokens",
         "PROCESSES": f"{len(manifest.pids)} pids and tids under {manifest.root_pid}",
         "FOLDER": str(store.folder(manifest.id)),

@@ -531,7 +531,8 @@ def test_a_full_disk_costs_a_snapshot_and_no_engine(system: Installation, place:
 
 
 def test_what_runs_is_said_as_it_is_run(system: Installation, apart: Path) -> None:
-    assert "1 of 2, 1.0 MiB of state beside 0.2 MiB of weights; weights " in system.cli("snapshot", "show", apart.name).stdout
+    shown = system.cli("snapshot", "show", apart.name).stdout
+    assert "GPUs: 1 of 2, 1.0 MiB of state beside 0.2 MiB of weights; weights " in shown
     assert f"{apart.name}: whole" in system.cli("snapshot", "verify", apart.name).stdout
     command = manifest_of(apart).profile.command
     assert command[-3:] == ("--enable-sleep-mode", "--worker-extension-cls", "vllm_weights.RewakeWeights")
