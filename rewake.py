@@ -278,8 +278,7 @@ def show(id: str, config: ConfigFile = None, json_: AsJson = False) -> None:
         "COMMAND": shlex.join(profile.command),
         "WEIGHTS": "\n".join(f"{path} sha256 {sha256[:16]}…" for path, sha256 in profile.weights.items()) or "none listed",
         "HOST": f"{host.hostname}: {host.cpu_model}, Linux {host.kernel}, CRIU {host.criu_version}",
-        "OBJECTS": f"{len(manifest.objects)}, {size(sum(item.bytes for item in manifest.objects))} apparent"
-        + on_gpu(manifest.gpu),
+        "OBJECTS": f"{len(manifest.objects)}, {size(sum(one.bytes for one in manifest.objects))} apparent{on_gpu(manifest.gpu)}",
         "FILES": f"{len(manifest.files)} outside the snapshot must be unchanged",
         "CANARY": f"{len(manifest.canary)} requests, {sum(exchange.tokens for exchange in manifest.canary)} tokens",
         "PROCESSES": f"{len(manifest.pids)} pids and tids under {manifest.root_pid}",
