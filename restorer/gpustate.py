@@ -185,7 +185,9 @@ async def _delivery(host: Host, box: Box, state: GpuState, placement: Placement)
     largest = max((weights.bytes for weights in state.weights), default=0)
     # Twice for a moment: in the helper, and in the engine.
     twice = state.state_bytes // max(1, len(state.used)) + 2 * largest + MARGIN_BYTES
-    if files and twice <= placement.free_bytes and len(files) == len(placement.uuids):
+    # On another GPU than its donor's, an engine cannot map what lies there: driver 580 answers CUDA_ERROR_NOT_INITIALIZED.
+    at_home = placement.uuids == state.used
+    if files and at_home and twice <= placement.free_bytes and len(files) == len(placement.uuids):
         delivery.roomy = need_bytes(state) + largest + MARGIN_BYTES <= placement.free_bytes
         for rank, (uuid, parts) in enumerate(zip(placement.uuids, files, strict=True)):
             socket = f"weights-{rank}.sock"

@@ -211,7 +211,8 @@ def test_the_first_cold_start_is_captured_and_serves_on(system: Installation) ->
 @pytest.mark.usefixtures("apart", "other")
 def test_a_gpu_that_is_taken_is_left_for_another_and_every_gpu_is_mapped(system: Installation, place: Path) -> None:
     system.complete("other")  # nobody holds GPU 0 but this
-    restored(system, "apart")
+    # There an engine cannot map what another process holds: it reads its weights itself.
+    assert stages(restored(system, "apart"))["weights"]["tier"] in ("page cache", "mixed", "disk")
     moves = [line[2:] for line in calls(place, "restore")[-2:]]
     assert moves == [["GPU-0=GPU-1", "GPU-1=GPU-0"]] * 2
     assert max(free(place).values()) < 8 << 30
