@@ -238,7 +238,7 @@ def run(bench: Bench, steps: list[str], result: dict[str, Any]) -> None:
         OUTPUT.write_text(json.dumps(result, indent=2) + "\n")
 
     with bench.installation():
-        result["host"] = rates.host(bench.hosts()[0], ROOT)
+        result["host"] = rates.host(ROOT)
         for name in bench.options.models.split(","):
             for step in (restore, repeat):
                 if step.__name__ in steps:
@@ -285,6 +285,7 @@ def main() -> int:
     if os.geteuid() != 0 or shutil.which("nvidia-smi") is None:
         console.print("the bench makes namespaces and restores processes on an NVIDIA GPU: run it as root where nvidia-smi works")
         return 2
+    options.python = os.path.abspath(options.python)
     options.strangers = [line.split(",")[0] for line in rates.compute_processes()]
     BUILD.mkdir(exist_ok=True)
     result: dict[str, Any] = json.loads(OUTPUT.read_text()) if OUTPUT.exists() else {}
