@@ -216,7 +216,6 @@ def logs(
             incarnation = str(admin.replica(replica)["incarnation"])
     if not _SAFE.fullmatch(incarnation):
         raise Failed(f"{replica} does not run, so it has no log")
-    # An engine that was suspended in between has had several incarnations in one box.
     path = boxes / incarnation.partition("-")[0] / "private" / "engine.log"
     try:
         # The engine can write to that folder: a link in it could lead anywhere.

@@ -28,11 +28,14 @@ def size(count: int) -> str:
     return f"{count / (1 << 30):.2f} GiB" if count >= 1 << 30 else f"{count / (1 << 20):.1f} MiB"
 
 
-def on_gpu(state: GpuState) -> str:
-    """What a snapshot has on GPUs, for people."""
+def on_gpu(state: GpuState | None) -> str:
+    """What a snapshot has on GPUs, for people; empty when it has nothing there."""
+    if state is None:
+        return ""
     weights = size(sum(one.bytes for one in state.weights))
-    sets = "; ".join(f"weights {one.digest[:16]}… {size(one.bytes)}" for one in state.weights) or "weights in the dump"
-    return f"{len(state.used)} of {len(state.uuids)}, {size(state.state_bytes)} of state beside {weights} of weights; {sets}"
+    sets = "".join(f"\nweights {one.digest[:16]}… {size(one.bytes)}" for one in state.weights) or ", weights in the dump"
+    own = size(state.state_bytes)
+    return f"\nGPUs: {len(state.used)} of {len(state.uuids)}, {own} of state beside {weights} of weights{sets}"
 
 
 def print_json(document: object) -> None:

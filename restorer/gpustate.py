@@ -26,7 +26,7 @@ from restorer import inventory, pagecache
 from restorer.box import Box
 from restorer.cuda import Cuda
 from restorer.engines import HttpEngine
-from restorer.errors import CanaryDiffers, EngineDied, Environment, RestorerError, SnapshotError
+from restorer.errors import CanaryDiffers, EngineDied, EngineNotReady, Environment, RestorerError, SnapshotError
 from restorer.gpus import MARGIN_BYTES, Placement, mapping, memory
 from restorer.host import Host, log
 from restorer.instance import Instance, connect, resurrect
@@ -38,7 +38,7 @@ LOCK_S = 30.0
 _DRIVER_S = 180.0
 """For one step of the driver, which moves gigabytes."""
 _LOAD_S = 600.0
-_READERS = 16
+_READERS = 8
 _SETTLE_S = 15.0
 
 
@@ -123,7 +123,10 @@ async def _awaken(
     with stages.timed("restore GPU") as stage:
         assert host.facts.gpu is not None
         stage.bytes = state.state_bytes
-        await host.cuda.thaw(pids, mapping(state, placement, host.facts.gpu), within_s=_DRIVER_S)
+        pairs = mapping(state, placement, host.facts.gpu)
+        if pairs:
+            instance.box.remember(moved=True)
+        await host.cuda.thaw(pids, pairs, within_s=_DRIVER_S)
     async with connect(instance) as client:
         with stages.timed("weights") as stage:
             stage.bytes = sum(one.bytes for one in state.weights)
@@ -185,7 +188,9 @@ async def _delivery(host: Host, box: Box, state: GpuState, placement: Placement)
     largest = max((weights.bytes for weights in state.weights), default=0)
     # Twice for a moment: in the helper, and in the engine.
     twice = state.state_bytes // max(1, len(state.used)) + 2 * largest + MARGIN_BYTES
-    if files and twice <= placement.free_bytes and len(files) == len(placement.uuids):
+    # On another GPU than its donor's, an engine cannot map what lies there: driver 580 answers CUDA_ERROR_NOT_INITIALIZED.
+    at_home = placement.uuids == state.used and not box.facts.get("moved")
+    if files and at_home and twice <= placement.free_bytes and len(files) == len(placement.uuids):
         delivery.roomy = need_bytes(state) + largest + MARGIN_BYTES <= placement.free_bytes
         for rank, (uuid, parts) in enumerate(zip(placement.uuids, files, strict=True)):
             socket = f"weights-{rank}.sock"
@@ -209,7 +214,15 @@ async def _return_weights(
     if not weights:
         return None
     sources, tier = await delivery.sources()
-    found = await engine.import_weights(client, sources)
+    try:
+        found = await engine.import_weights(client, sources)
+    except EngineNotReady as error:
+        if not delivery.loads:
+            raise
+        log.warning("the engine cannot take its weights from device memory, and reads them itself, which takes longer: %s", error)
+        await delivery.end()
+        sources, tier = await delivery.sources()
+        found = await engine.import_weights(client, sources)
     if not delivery.roomy:
         await delivery.end()
     wanted = [tuple(run.fingerprint for run in one.allocations) for one in weights]

@@ -39,6 +39,10 @@ _BATCH_RUNS = 1024
 """Most pieces that one call takes."""
 _GAP_BYTES = 1 << 20
 """A larger hole between two runs ends a batch: its span is made present as a whole."""
+_SMALL_HOLE_BYTES = 64 << 10
+"""Zeros that are put back all the same: a run more costs more."""
+_POPULATE_THREADS = 4
+"""Few: CRIU and the loading of weights want the processors meanwhile."""
 _PAGE = mmap.PAGESIZE
 
 # Fields of CRIU's messages and their bits: images/mm.proto, images/vma.proto, images/pagemap.proto.
@@ -143,7 +147,8 @@ class Filling:
             self._sources.append(source := _Source(self._bulk.folder / process.file))
             for runs in _batches(itertools.starmap(_Run, process.runs)):
                 self._batches.append((process.pid, source, source.batch(runs)))
-        list(self._pool.map(lambda job: job[1].populate(job[2]), self._batches))
+        shares = [self._batches[number::_POPULATE_THREADS] for number in range(_POPULATE_THREADS)]
+        list(self._pool.map(_populate, shares))
 
     def put_back(self, pids: Mapping[int, int]) -> None:
         """Fill the memory of a tree that has not run yet. Blocks.
@@ -233,7 +238,7 @@ def _moved(folder: Path, pid: int, huge: bool) -> _Process | None:
         pages.chmod(0o600)
         for run in left:
             _copy(source.fileno(), target.fileno(), run)
-        runs = list(_data(source.fileno(), moved))
+        runs = list(_merged(_data(source.fileno(), moved)))
     for image, name in ((memory, f"mm-{pid}.img"), (maps._replace(messages=kept), f"pagemap-{pid}.img")):
         (folder / name).unlink()
         image.write(folder / name)
@@ -299,6 +304,21 @@ def _data(fd: int, runs: Sequence[_Run]) -> Iterator[_Run]:
             start, end = next(extents, (0, 0))
 
 
+def _merged(runs: Iterator[_Run]) -> Iterator[_Run]:
+    """The runs, with those that only a small hole parts as one."""
+    last: _Run | None = None
+    for run in runs:
+        if last is not None:
+            gap = run.offset - (last.offset + last.size)
+            if gap <= _SMALL_HOLE_BYTES and run.address - (last.address + last.size) == gap:
+                last = last._replace(size=last.size + gap + run.size)
+                continue
+            yield last
+        last = run
+    if last is not None:
+        yield last
+
+
 def _copy(source: int, target: int, run: _Run) -> None:
     offset, left = run.offset, run.size
     while left:
@@ -330,6 +350,11 @@ def _cut(run: _Run) -> Iterator[_Run]:
         part = min(count, BATCH_BYTES - address % BATCH_BYTES)
         yield _Run(address, part, offset)
         address, count, offset = address + part, count - part, offset + part
+
+
+def _populate(share: Sequence[tuple[int, _Source, _Batch]]) -> None:
+    for _, source, batch in share:
+        source.populate(batch)
 
 
 class _Source:

@@ -20,9 +20,8 @@ from restorer.commands import OK, AsJson, ConfigFile, NoWait, Timeout, finish, m
 from restorer.console import bytes_bar, on_gpu, print_json, print_table, size, when
 from restorer.errors import SnapshotError
 from restorer.operator import FAILED, Admin, Failed, load
-from restorer.snapshots import SnapshotStore, verify_files
+from restorer.snapshots import SnapshotStore, verify_files, verify_weights
 from restorer.stamps import Stamps
-from restorer.weights import verify_weights
 
 snapshots = typer.Typer(no_args_is_help=True, help="Make, list, verify and remove snapshots.")
 _ID = re.compile(r"[0-9a-f]{16}")
@@ -65,9 +64,8 @@ def show(id: str, config: ConfigFile = None, json_: AsJson = False) -> None:
         "COMMAND": shlex.join(profile.command),
         "WEIGHTS": "\n".join(f"{path} sha256 {sha256[:16]}…" for path, sha256 in profile.weights.items()) or "none listed",
         "HOST": f"{host.hostname}: {host.cpu_model}, Linux {host.kernel}, CRIU {host.criu_version}",
-        "OBJECTS": f"{len(manifest.objects)}, {size(sum(item.bytes for item in manifest.objects))} apparent",
+        "OBJECTS": f"{len(manifest.objects)}, {size(sum(one.bytes for one in manifest.objects))} apparent{on_gpu(manifest.gpu)}",
         "FILES": f"{len(manifest.files)} outside the snapshot must be unchanged",
-        **({"GPU": on_gpu(manifest.gpu)} if manifest.gpu else {}),
         "CANARY": f"{len(manifest.canary)} requests, {sum(exchange.tokens for exchange in manifest.canary)} tokens",
         "PROCESSES": f"{len(manifest.pids)} pids and tids under {manifest.root_pid}",
         "FOLDER": str(store.folder(manifest.id)),

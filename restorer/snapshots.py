@@ -39,8 +39,9 @@ from restorer.files import allocated, dig_holes, disk_space, fsync, fsync_tree, 
 from restorer.integrity import FOLDERS, MANIFEST, Fault, differences, shape, strangers, verify_files
 from restorer.stamps import SETTLE_NS, THREADS, Stamps
 from restorer.trees import capture_tree, lay_tree
+from restorer.weights import verify_weights
 
-__all__ = ["Fault", "SnapshotStore", "Staging", "capture_tree", "lay_tree", "verify_files"]
+__all__ = ["Fault", "SnapshotStore", "Staging", "capture_tree", "lay_tree", "verify_files", "verify_weights"]
 
 _ID = re.compile(r"[0-9a-f]{16}")
 _DIG_FROM = 1 << 20

@@ -3,8 +3,8 @@ its sleep throws away, and answers that depend on every byte of them.
 
 ``python e2e_gpu_engine.py PORT HOLD [--seed N] [--no-cuda] [--deaf] [vLLM's options for sleep]``. While HOLD-garble exists,
 what it takes in as weights is wrong by one bit, while HOLD-stale exists, the last run of it is left out; while HOLD-misaligned
-exists, it says what broken GPU state makes engines say; while HOLD-full exists, it finds the disk full. With --deaf it has no
-routes for sleep.
+exists, it says what broken GPU state makes engines say; while HOLD-full exists, it finds the disk full; while HOLD-unmappable
+exists, it cannot map others' device memory. With --deaf it has no routes for sleep.
 """
 
 from __future__ import annotations
@@ -66,6 +66,8 @@ class HostMemory:
         pass
 
     def copy_from(self, fds: list[int], sizes: list[int], runs: list[tuple[int, int]]) -> None:
+        if Path(self._hold + "-unmappable").exists():
+            raise OSError("cuMemImportFromShareableHandle: CUDA_ERROR_NOT_INITIALIZED")
         data = b"".join(os.pread(fd, size, 0) for fd, size in zip(fds, sizes, strict=True))
         for fd in fds:
             os.close(fd)

@@ -125,6 +125,14 @@ def test_zeros_are_not_put_back(tmp_path: Path) -> None:
     assert [path.name for path in bulk.paths] == ["bulk-3.img"]
 
 
+def test_small_holes_are_filled_too(tmp_path: Path) -> None:
+    dump(tmp_path, [area(BIG, BIG + 4 * MIB)], [(BIG, b"a" * PAGE + bytes(4 * PAGE) + b"b" * PAGE), (BIG + MIB, b"c" * PAGE)])
+    assert pages.take_out(tmp_path, huge=False) == 7 * PAGE
+    bulk = pages.taken_out(tmp_path)
+    assert bulk is not None
+    assert bulk.plan.processes[0].runs == [(BIG, 6 * PAGE, 0), (BIG + MIB, PAGE, 6 * PAGE)]
+
+
 @pytest.mark.parametrize(("madv", "expected"), [(None, 1 << 14), (1 << 10, 1 << 10 | 1 << 14), (1 << 15, 1 << 15)])
 def test_huge_pages_are_advised_unless_the_engine_said_no(tmp_path: Path, madv: int | None, expected: int) -> None:
     dump(tmp_path, [area(BIG, BIG + 2 * MIB, madv=madv)], [(BIG, b"a" * PAGE)])

@@ -164,9 +164,14 @@ def pair(bench: Bench) -> dict[str, Any]:
     except BenchError as error:
         bench.gone()
         return {"captured": False, "told": str(error), "left_on_gpu": bench.on_gpu()}
-    answer = bench.restored(model)
+    try:
+        answer = bench.restored(model)
+    except Refused as error:
+        bench.gone()
+        return {"captured": True, "restored": False, "told": str(error), "left_on_gpu": bench.on_gpu()}
     return {
         "captured": True,
+        "restored": True,
         "cold_start_s": manifest["cold_start_s"],
         "restore_s": round(answer["seconds"], 3),
         "stages": answer["stages"],
@@ -233,7 +238,7 @@ def run(bench: Bench, steps: list[str], result: dict[str, Any]) -> None:
         OUTPUT.write_text(json.dumps(result, indent=2) + "\n")
 
     with bench.installation():
-        result["host"] = rates.host(bench.hosts()[0], ROOT)
+        result["host"] = rates.host(ROOT)
         for name in bench.options.models.split(","):
             for step in (restore, repeat):
                 if step.__name__ in steps:
@@ -270,6 +275,7 @@ def main() -> int:
     parser.add_argument("--kv-gib", type=int, default=2, help="the 7B model's KV cache; 14B: four times that")
     parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="for the engines")
     parser.add_argument("--engine-arg", action="append", default=[], metavar="ARGUMENT", help="for the engines")
+    parser.add_argument("--pair-arg", action="append", default=[], metavar="ARGUMENT", help="for the engine on two GPUs")
     parser.add_argument("--criu", default=os.environ.get("REWAKE_CRIU", ""), help="the CRIU binary")
     parser.add_argument("--work", default=str(BUILD / "bench-gpu"), help="everything is kept here (default: %(default)s)")
     parser.add_argument("--port", type=int, default=18180)
@@ -279,6 +285,7 @@ def main() -> int:
     if os.geteuid() != 0 or shutil.which("nvidia-smi") is None:
         console.print("the bench makes namespaces and restores processes on an NVIDIA GPU: run it as root where nvidia-smi works")
         return 2
+    options.python = os.path.abspath(options.python)
     options.strangers = [line.split(",")[0] for line in rates.compute_processes()]
     BUILD.mkdir(exist_ok=True)
     result: dict[str, Any] = json.loads(OUTPUT.read_text()) if OUTPUT.exists() else {}

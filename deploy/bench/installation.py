@@ -91,7 +91,9 @@ class Bench:
         restorer, gpu = changes.pop("restorer", {}), changes.pop("gpu", {})
         models = {self.names[name]: {**self.model(name, **gpu), **changes} for name in self.names}
         models[f"{self.names['7b']}-cold"] = {**self.model("7b"), "on_no_snapshot": "cold"}
-        models[f"{self.names['7b']}-pair"] = self.model("7b", "--tensor-parallel-size=2", *_PAIR, count=2, untested=True)
+        models[f"{self.names['7b']}-pair"] = self.model(
+            "7b", "--tensor-parallel-size=2", *_PAIR, *self.options.pair_arg, count=2, untested=True
+        )
         return {
             "state_dir": str(self.work / "state"),
             "run_dir": str(self.run_dir),

@@ -42,7 +42,7 @@ def engine_workers() -> list[int]:
     return found
 
 
-def host(summary: dict[str, Any], root: Path) -> dict[str, Any]:
+def host(root: Path) -> dict[str, Any]:
     """Facts and rates of this host."""
     facts = _helper(root, "facts")
     gpu = facts["gpus"][0]
@@ -52,7 +52,6 @@ def host(summary: dict[str, Any], root: Path) -> dict[str, Any]:
         "driver": facts["driver"],
         "kernel": platform.release(),
         "cpus": os.cpu_count(),
-        "capability": summary["capability"],
         "pcie_bytes_per_s": round(_helper(root, "bandwidth", gpu=gpu["uuid"])["bytes_per_s"]),
         "fill_bytes_per_s": round(fill()),
     }

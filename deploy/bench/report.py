@@ -12,7 +12,11 @@ _OTHER = "gateway, store and job"
 
 
 def headline(result: dict[str, Any]) -> None:
-    """The keys of the first model, at the top."""
+    """Each model's floors, and the keys of the first model at the top."""
+    for found in result.get("models", {}).values():
+        if "stages" in found:
+            least = floors(found["stages"], found, result["host"])
+            found |= {"floors": {key: round(value, 4) for key, value in least.items()}, "floor_s": round(sum(least.values()), 3)}
     first = result.get("models", {}).get("7b")
     if not first or "restores_s" not in first:
         return
@@ -65,8 +69,6 @@ def show(console: Console, result: dict[str, Any], name: str) -> None:
     table.add_section()
     table.add_row("[bold]first token", f"[bold]{seconds:.3f}", f"{sum(least.values()):.3f}", "", "")
     console.print(table)
-    found["floor_s"] = round(sum(least.values()), 3)
-    found["floors"] = {key: round(value, 4) for key, value in least.items()}
     console.print(f"cold start without compile caches {found['cold_start_s']:.1f} s: {found['cold_start_s'] / seconds:.1f} x")
     if warm := found.get("cold_start_warm_caches_s"):
         console.print(f"cold start with compile caches {warm:.1f} s: {warm / seconds:.1f} x")
