@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import select
+import stat
 import sys
 import threading
 import time
@@ -28,6 +29,8 @@ _GATHER_S = 0.05
 _ENCODER = msgspec.json.Encoder()
 _WHOLE = select.PIPE_BUF
 """Bytes that one write puts into a pipe in one piece, whoever else writes there."""
+_WHOLE_FILE = 64 << 10
+"""A file takes each write in one piece; this bounds what is joined."""
 
 
 def standard_output() -> int:
@@ -58,6 +61,7 @@ class Log:
         self._out = out
         self._wall = wall
         self._on_dropped = on_dropped
+        self._whole = _WHOLE_FILE if stat.S_ISREG(os.fstat(out).st_mode) else _WHOLE
         self._waiting: deque[tuple[float, Trail]] = deque()
         self._dropped = 0
         self._said = 0
@@ -104,7 +108,7 @@ class Log:
     def _drain(self) -> None:
         piece = b""
         for line in self._lines():
-            if piece and len(piece) + len(line) > _WHOLE:
+            if piece and len(piece) + len(line) > self._whole:
                 self._put(piece)
                 piece = b""
             piece += line
