@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import encodings.idna  # noqa: F401 - every connection needs it, and it may lie where only root can read
+import gc
 import os
 import pwd
 import select
@@ -39,6 +40,8 @@ _ACCEPT_TURNS = 1000
 """Turns of the loop, each of which accepts some, before a socket is closed although somebody is always in its queue."""
 _IDLE_S = 1.0
 """While draining, a connection that a client keeps may bring one more request within this time."""
+_YOUNG = 10_000
+"""Objects made, less those that have ended, before the collector looks at them."""
 _REFUSE_S = 1.0
 """How long the refusals at the end of the drain, and then the last frames of what is cut, may take to reach their clients."""
 
@@ -140,6 +143,7 @@ async def _serve(told: Settings, line: Line | None, sockets: list[socket.socket]
     hangup = _Hangup(gateway.reloader)
     loop.add_signal_handler(signal.SIGHUP, hangup)
     await runner.setup()
+    _settle_memory()
     try:
         await _first(stop, life.crashed, gateway.link.connected, within_s=_FIRST_LOOK_S)
         for listener in sockets:
@@ -155,6 +159,14 @@ async def _serve(told: Settings, line: Line | None, sockets: list[socket.socket]
     finally:
         await runner.cleanup()
     return 1 if life.crashed.is_set() else 0
+
+
+def _settle_memory() -> None:
+    """What the process has made so far stays as long as it does: the collector need not look at it again and again. Requests
+    leave no cycles but for errors' tracebacks, so it may look at what is young less often, too."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_YOUNG, 20, 50)
 
 
 class _Hangup:

@@ -1,13 +1,15 @@
 """The access log: one JSON line for each request, on standard output. Never a prompt, an answer, a key or a query string.
 
-Requests hand in their facts and go on; a thread writes them, many at a time. A reader that is too slow loses lines, which are
-counted and said: it never slows a request. Knows nothing of why a request ended as it did.
+Requests hand in their facts and go on; a thread writes the lines, many at a time. A line is made where its request ends, for it
+takes two microseconds, and two threads that compute by turns cost more. A reader that is too slow loses lines, which are counted
+and said: it never slows a request. Knows nothing of why a request ended as it did.
 """
 
 from __future__ import annotations
 
 import os
 import select
+import stat
 import sys
 import threading
 import time
@@ -28,6 +30,8 @@ _GATHER_S = 0.05
 _ENCODER = msgspec.json.Encoder()
 _WHOLE = select.PIPE_BUF
 """Bytes that one write puts into a pipe in one piece, whoever else writes there."""
+_WHOLE_FILE = 64 << 10
+"""A file takes each write in one piece; this bounds what is joined."""
 
 
 def standard_output() -> int:
@@ -58,7 +62,8 @@ class Log:
         self._out = out
         self._wall = wall
         self._on_dropped = on_dropped
-        self._waiting: deque[tuple[float, Trail]] = deque()
+        self._whole = _WHOLE_FILE if stat.S_ISREG(os.fstat(out).st_mode) else _WHOLE
+        self._waiting: deque[bytes] = deque()
         self._dropped = 0
         self._said = 0
         self._some = threading.Event()
@@ -71,13 +76,13 @@ class Log:
         self._thread.start()
 
     def write(self, trail: Trail) -> None:
-        """Take in a request that has ended. The trail must not change any more."""
+        """Take in a request that has ended."""
         if not self._current.config.gateway.access_log:
             return
         if self._gone or len(self._waiting) >= BOUND:
             self._dropped += 1
             return
-        self._waiting.append((self._wall(), trail))
+        self._waiting.append(_line(self._wall(), trail))
         if not self._some.is_set():
             self._some.set()
 
@@ -104,7 +109,7 @@ class Log:
     def _drain(self) -> None:
         piece = b""
         for line in self._lines():
-            if piece and len(piece) + len(line) > _WHOLE:
+            if piece and len(piece) + len(line) > self._whole:
                 self._put(piece)
                 piece = b""
             piece += line
@@ -112,7 +117,7 @@ class Log:
 
     def _lines(self) -> Iterator[bytes]:
         while self._waiting:
-            yield _line(*self._waiting.popleft())
+            yield self._waiting.popleft()
         lost = self._dropped - self._said
         if lost:
             self._said += lost

@@ -68,16 +68,16 @@ class Answering:
     def begin(self, status: int, reason: str | None, headers: Pairs) -> None:
         """The head; it leaves with the next :meth:`flush`."""
         self.begun, self.status = True, status
-        lines = [f"HTTP/1.1 {status} {reason or ''}"]
-        lines += [f"{name}: {value}" for name, value in headers]
-        sized = any(name.lower() == "content-length" for name, _ in headers)
+        head, sized = f"HTTP/1.1 {status} {reason or ''}\r\n", False
+        for name, value in headers:
+            head += f"{name}: {value}\r\n"
+            sized = sized or name.lower() == "content-length"
         self._chunked = not sized and status not in _BODILESS
         if self._chunked:
-            lines.append("Transfer-Encoding: chunked")
+            head += "Transfer-Encoding: chunked\r\n"
         if self._client.draining:
-            lines.append("Connection: close")
-        lines.append("\r\n")
-        self._pending.append("\r\n".join(lines).encode("latin-1"))
+            head += "Connection: close\r\n"
+        self._pending.append(f"{head}\r\n".encode("latin-1"))
 
     def piece(self, data: bytes) -> None:
         """A piece of the body; it leaves with the next :meth:`flush`."""

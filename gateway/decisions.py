@@ -111,6 +111,8 @@ class Decisions:
         self._registry = registry
         self._eta = eta
         self._metrics = metrics
+        # To ask which loop is running costs a system call.
+        self._clock = asyncio.get_running_loop().time
 
     def begin(self, head: Head, found: Found) -> Trail:
         """1. The facts of a request whose head has arrived."""
@@ -233,7 +235,10 @@ class Decisions:
         """9. The head for the client, and whether the body is an event stream."""
         trail = order.trail
         trail.phase, trail.first_byte_s = "streaming", now - trail.since
-        self._registry.outcome(replica, outcome_of(status), "" if status < 400 else f"it answered {status}")
+        if status < 400:
+            self._registry.outcome(replica, Outcome.OK)
+        else:
+            self._registry.outcome(replica, outcome_of(status), f"it answered {status}")
         self._metrics.first_byte(replica.model, trail.start, trail.first_byte_s)
         pairs, events = envelope.returned(headers, id=trail.id, start=trail.start, incarnation=replica.incarnation)
         for name in order.dialect.id_headers:
@@ -277,9 +282,10 @@ class Decisions:
         """10. What the answer took, as far as it came."""
         if used is None:
             return
-        if used.counted == "engine":
-            order.trail.prompt_tokens, order.trail.completion_tokens = used.prompt, used.completion
-        self._limits.charge_tokens(order.ticket.tenant, used.total)
+        prompt, completion, counted = used
+        if counted == "engine":
+            order.trail.prompt_tokens, order.trail.completion_tokens = prompt, completion
+        self._limits.charge_tokens(order.ticket.tenant, prompt + completion)
 
     def served(self, order: Order, seconds: float) -> None:
         """For how long it had its slot."""
@@ -288,7 +294,7 @@ class Decisions:
     def account(self, trail: Trail) -> None:
         """11. It has ended, somehow."""
         metrics = self._metrics
-        trail.seconds = asyncio.get_running_loop().time() - trail.since
+        trail.seconds = self._clock() - trail.since
         metrics.account(trail)
         if trail.status == 499:
             metrics.client_disconnects.labels(trail.phase).inc()

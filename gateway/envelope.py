@@ -42,6 +42,7 @@ _NOT_RETURNED = _HOP_BY_HOP | frozenset(
     )
 )
 """Other origins are the configuration's business (:mod:`gateway.cors`): engines are too generous by default."""
+_EVENTS = "text/event-stream"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 _CLIENT_TIMEOUTS = ("x-stainless-read-timeout", "x-stainless-timeout")
 _ANSWER_MARGIN_S = 1.0
@@ -176,22 +177,23 @@ def forwarded(headers: Iterable[tuple[str, str]], *, id: str, origin: Pairs) -> 
 
 def returned(headers: Iterable[tuple[str, str]], *, id: str, start: str, incarnation: str) -> tuple[Pairs, bool]:
     """The head for the client, and whether the body is an event stream (which nobody on the way may buffer)."""
-    given = list(headers)
-    names = [name.lower() for name, _ in given]
-    dropped, stream = _NOT_RETURNED, False
-    if "connection" in names:
-        dropped |= _named_in_connection(given)
-    if "content-type" in names:
-        stream = any(
-            name == "content-type" and value.lower().startswith("text/event-stream")
-            for name, (_, value) in zip(names, given, strict=True)
-        )
+    given, kept, stream = list(headers), Pairs(), False
+    dropped = _NOT_RETURNED
+    for pair in given:
+        name = pair[0].lower()
+        if name == "content-type":
+            stream = stream or pair[1][: len(_EVENTS)].lower() == _EVENTS
+        elif name == "connection":
+            dropped |= _named_in_connection(given)
+        if name not in dropped:
+            kept.append(pair)
     if stream:
         dropped |= {"content-length", "cache-control", "x-accel-buffering"}
-    kept = [pair for name, pair in zip(names, given, strict=True) if name not in dropped]
-    kept += [("x-request-id", id), ("x-rewake-start", start), ("x-rewake-incarnation", incarnation)]
+    if dropped is not _NOT_RETURNED:
+        kept = [pair for pair in kept if pair[0].lower() not in dropped]
+    kept += (("x-request-id", id), ("x-rewake-start", start), ("x-rewake-incarnation", incarnation))
     if stream:
-        kept += [("Cache-Control", "no-cache"), ("X-Accel-Buffering", "no")]
+        kept += (("Cache-Control", "no-cache"), ("X-Accel-Buffering", "no"))
     return kept, stream
 
 

@@ -211,16 +211,8 @@ class FastProtocol(asyncio.Protocol):
     def _begin(self, request: Plain, body: bytes, known: Known) -> None:
         path, decide = self._path, self._path.decide
         headers = request.headers
-        head = Head(
-            method="POST",
-            target=request.target,
-            headers=headers,
-            id=envelope.request_id(headers),
-            received=path.loop.time(),
-            peer=self._peer,
-            scheme=self._scheme,
-            host=headers["host"],
-        )
+        id, now = envelope.request_id(headers), path.loop.time()
+        head = Head("POST", request.target, headers, id, now, self._peer, self._scheme, request.host)
         self._busy = True
         path.life.opened()
         self.answering = Answering(self, head, request.found)
@@ -232,7 +224,7 @@ class FastProtocol(asyncio.Protocol):
                 self._carry(order, None)
                 return
             claim = path.waitroom.claim(order.ticket)
-            claim.enter()
+            path.waitroom.enter(claim)
             if claim.replica is None:
                 self._carry(order, claim)
                 return

@@ -43,7 +43,8 @@ class Life:
 
     def opened(self) -> None:
         self.open += 1
-        self._idle.clear()
+        if self.open == 1:
+            self._idle.clear()
 
     def closed(self) -> None:
         self.open -= 1

@@ -234,7 +234,6 @@ class Passing:
                 self._task.cancel()
             if self._connection is not None:
                 self._connection.abandon()
-        order.body.close()
         if self._meter is not None:
             path.decide.spent(order, self._meter.usage())
         path.decide.served(order, path.loop.time() - self._begun)

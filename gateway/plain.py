@@ -37,6 +37,7 @@ class Plain:
     target: str
     found: Found
     headers: CIMultiDict[str]
+    host: str
     length: int
 
 
@@ -68,7 +69,7 @@ def plain(head: bytes) -> Plain | None:
     if "host" not in headers or not length.isdigit() or len(length) > 9 or not kind.startswith("application/json"):
         return None
     size = int(length)
-    return Plain(matched[1].decode("ascii"), found, headers, size) if 0 < size <= MAX_BODY else None
+    return Plain(matched[1].decode("ascii"), found, headers, headers["host"], size) if 0 < size <= MAX_BODY else None
 
 
 def _found(target: str) -> Found | None:

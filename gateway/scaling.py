@@ -25,6 +25,8 @@ from policies.scaling import wanted
 from policies.wire import Reason
 
 PERIOD_S = 1.0
+_CALM_S = 0.01
+"""The least between two looks: where one request follows the other, demand comes and goes with each."""
 
 
 @dataclass(slots=True)
@@ -100,6 +102,8 @@ class Scaler:
             except StoreUnavailable as error:
                 logs.warning("no replicas could be asked for", reason=str(error))
                 await asyncio.sleep(PERIOD_S)
+            else:
+                await asyncio.sleep(_CALM_S)
 
     async def _due(self) -> list[str]:
         """The models to look at: those poked, or all when a second has passed since that was last done."""

@@ -19,6 +19,8 @@ _HEAD = 2 << 10
 _TAIL = 4 << 10
 """Bytes kept of a stream's beginning and end: Anthropic's API counts the prompt in its first event, all count in the last."""
 _FULL = 2 * _TAIL
+_LAST = 64
+"""Bytes in which the event that only says the end is looked for."""
 _OBJECT = 2 << 10
 """A longer object is none that counts tokens."""
 _KEYS = (b'"usage"', b'"timings"')
@@ -121,11 +123,12 @@ class _Events:
         whole = self._head is None
         first = tail[:_HEAD] if self._head is None else self._head
         first = first[: _end_of_event(first)]
-        events = self._events + tail.count(b"\ndata:") + (whole and tail.startswith(b"data:")) - (b"data: [DONE]" in tail)
         begun = _latest(first) or (None, None)
         ended = _latest(tail[len(first) :] if whole else tail)
         if ended is not None:
             return Usage(ended[0] or begun[0] or 0, ended[1] or 0)
+        events = self._events + tail.count(b"\ndata:") + (whole and tail.startswith(b"data:"))
+        events -= b"data: [DONE]" in tail[-_LAST:]
         if events <= 0:
             return None
         return Usage(begun[0] or 0, max(begun[1] or 0, events), "events")

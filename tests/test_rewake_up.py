@@ -102,7 +102,7 @@ async def test_kill_9_leaves_no_child_and_the_next_one_starts(place: Place, how:
 
 
 async def test_the_next_one_waits_for_a_restorer_that_still_stops(place: Place) -> None:
-    with running(place, restorer=("slow", "1.5")) as first:
+    with running(place, restorer=("slow", "4")) as first:
         await eventually(lambda: len(place.events()) == 2, within=20)
         first.process.kill()
         first.process.wait()
