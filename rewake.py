@@ -188,7 +188,7 @@ def scale(
     with Admin(parsed) as admin:
         now = sum(r["model"] == name and r["state"] not in TERMINAL and r["state"] != "draining" for r in admin.replicas())
         if now == replicas:
-            print(f"{name} has {now} replicas already")
+            print(f"{name} has {now} replica{'s' * (now != 1)} already")
             return
         verb = "scale-up" if replicas > now else "scale-down"
         finish(admin, admin.begin(verb, {"model": name, "replicas": replicas}), no_wait, timeout)

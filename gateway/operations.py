@@ -80,10 +80,11 @@ class Crowded(Busy):
 
     def __init__(self, model: str, group: str, seated: Sequence[Seated], queue: Sequence[Queued]) -> None:
         self.seated, self.queue = seated, queue
-        taken = ", ".join(repr(one.model) for one in seated if one.model != model) or "those that wait for one"
+        others = [repr(one.model) for one in seated if one.model != model]
+        taken = ", ".join(others) or "those that wait for one"
         super().__init__(
-            f"Group {group!r} has no place for {model!r}: {taken} come first. Scale one of them down, or send a request: models "
-            "that requests wait for take turns."
+            f"Group {group!r} has no place for {model!r}: {taken} come{'s' * (len(others) == 1)} first. Scale down what runs, or "
+            "send a request: models that requests wait for take turns."
         )
 
 

@@ -6,6 +6,7 @@ Pure: finds a route by the method and the target as they stand on the wire, and 
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ Auth = Literal["tenant", "admin", "none"]
 Dialect = Literal["openai", "responses", "anthropic"]
 ModelSource = Literal["body", "either", "hint"]
 _SHOWN = 200
+_NEAR = 0.8
+"""How alike a path must be to one of ours to be taken for a slip of the hand, between 0 and 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +157,7 @@ def _by_path() -> dict[str, dict[str, Route]]:
 
 
 _PATHS = _by_path()
+_LITERAL = [path for path in _PATHS if "{" not in path]
 _PATTERNS = [
     (re.compile("".join(_NAMES.get(part, re.escape(part)) for part in re.split(r"(\{\w+\})", path))), path)
     for path in sorted(_PATHS, key=len, reverse=True)
@@ -247,4 +251,5 @@ def _hint(path: str) -> str:
             return f"{said}{twice} Did you mean {shown(meant)}?"
     if path.strip("/").rpartition("/")[2] in _CONTROL:
         return f"{said} Routes that control an engine are not forwarded."
-    return said
+    near = difflib.get_close_matches(tidy.lower(), _LITERAL, 1, _NEAR) if len(tidy) <= _SHOWN else []
+    return f"{said} Did you mean {near[0]}?" if near else said

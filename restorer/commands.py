@@ -28,7 +28,8 @@ OK, INTERRUPTED = 0, 130
 
 
 def reload(config: ConfigFile = None, json_: AsJson = False) -> None:
-    """Put the configuration file in force while everything runs. A file with faults changes nothing; exits with 2."""
+    """Put the configuration file in force while everything runs: the one that `rewake up` was started with, whatever -c says of
+    where the gateway listens. A file with faults changes nothing; exits with 2."""
     with Admin(load(config)[1]) as admin:
         changes = admin.call("POST", "reload", more_s=_RELOAD_S)
     if json_:

@@ -35,7 +35,7 @@ async def examine(config: Config) -> list[Finding]:
         "veth": probes.veth(),
         "ns_last_pid": probes.ns_last_pid(),
         "network": probes.network(restorer.network),
-        "io_uring": asyncio.to_thread(probes.io_uring),
+        "io_uring": probes.io_uring(),
         "userfaultfd": asyncio.to_thread(probes.userfaultfd),
         "huge pages": asyncio.to_thread(probes.huge_pages),
         "cgroups": asyncio.to_thread(probes.cgroups),

@@ -179,7 +179,8 @@ class Admin:
         except httpx.HTTPError as error:
             said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             raise Failed(
-                f"no gateway answers at {self._base} ({said}); is `rewake up` running with this configuration?"
+                f"no gateway answers at {self._base} ({said}); is `rewake up` running with this configuration? If gateway.host, "
+                "port or tls was changed in it since, name the old file with -c, or reload with SIGHUP"
             ) from None
         if answer.status_code == httpx.codes.UNAUTHORIZED:
             raise Failed(

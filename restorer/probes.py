@@ -16,12 +16,15 @@ import platform
 import re
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+from restorer import seal
 
 Verdict = Literal["ok", "warn", "fail"]
 
@@ -171,16 +174,12 @@ async def network(cidr: str) -> Finding:
     return Finding("network", "ok", f"{cidr} overlaps no route")
 
 
-def io_uring() -> Finding:
-    """An engine that has io_uring open cannot be captured."""
-    try:
-        disabled = int(Path("/proc/sys/kernel/io_uring_disabled").read_text())
-    except FileNotFoundError:
-        return Finding("io_uring", "ok", "this kernel has no switch for it; engines that use it cannot be captured")
-    if disabled < 2:
-        remedy = "sysctl kernel.io_uring_disabled=2, or switch it off in engine.env (UV_USE_IO_URING=0 for libuv)"
-        return Finding("io_uring", "warn", "enabled: an engine that uses it cannot be captured", remedy)
-    return Finding("io_uring", "ok", "disabled, so that no engine can come to depend on it")
+async def io_uring() -> Finding:
+    """Engines can be kept from it: one that has a ring open cannot be captured."""
+    rc, said = await tool(sys.executable, "-I", "-S", seal.__file__, shutil.which("true") or "/bin/true")
+    if rc:
+        return Finding("io_uring", "fail", _brief(said), "use a kernel with CONFIG_SECCOMP_FILTER, in a container that allows it")
+    return Finding("io_uring", "ok", "a seccomp filter keeps engines from it")
 
 
 def userfaultfd() -> Finding:

@@ -127,7 +127,7 @@ def test_an_operator_is_told_who_has_the_place(system: Installation) -> None:
     assert system.complete("right").status_code == 200
     refused = system.cli("scale", "left", "1")
     assert refused.returncode == 1
-    assert "has no place for 'left': 'right' come first" in refused.stdout + refused.stderr
+    assert "has no place for 'left': 'right' comes first" in refused.stdout + refused.stderr
 
 
 def test_gateway_case_30_an_engine_that_hangs_is_replaced(system: Installation) -> None:

@@ -94,7 +94,7 @@ contract = pytest.mark.contract
 async def test_a_full_group_says_who_has_the_place_and_who_waits(fleet, store_server):
     async with asking(store_server, shared(a={}, b={}, c={})) as operations:
         assert (await operations.scale_up("a", 1, "demand")).created
-        with pytest.raises(Crowded, match="Group 'gpu' has no place for 'b': 'a' come first") as crowded:
+        with pytest.raises(Crowded, match="Group 'gpu' has no place for 'b': 'a' comes first") as crowded:
             await operations.scale_up("b", 1, "demand")
         assert isinstance(crowded.value, Busy)
         assert [(one.model, one.leaving, one.serving_s) for one in crowded.value.seated] == [("a", False, None)]

@@ -62,7 +62,9 @@ def test_gateway_case_59_head_is_for_what_the_gateway_answers_itself():
         ("/chat/completions", "Did you mean /v1/chat/completions?"),
         ("//v1/chat/completions", "Did you mean /v1/chat/completions?"),
         ("/v1//chat/completions/", "Did you mean /v1/chat/completions/?"),
-        ("/nothing", "There is no path /nothing."),
+        ("/v1/chat/completion", "Did you mean /v1/chat/completions?"),
+        ("/V1/Embeddings", "Did you mean /v1/embeddings?"),
+        ("/nothing", "There is no path /nothing.$"),
     ],
 )
 def test_a_wrong_path_says_what_was_meant(target, meant):

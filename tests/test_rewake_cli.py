@@ -291,7 +291,7 @@ async def test_scale_goes_up_or_down(
 
 async def test_scale_to_what_there_is_does_nothing(place: Place, api: AdminApi) -> None:
     api.replicas = [replica(0, State.ADMITTED)]
-    assert await place.call("scale", "m", "1") == (0, "m has 1 replicas already\n", "")
+    assert await place.call("scale", "m", "1") == (0, "m has 1 replica already\n", "")
     assert api.calls == []
 
 
