@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -351,7 +352,8 @@ def test_restore_case_56_a_donor_that_cannot_be_locked_serves_without_a_snapshot
     assert (answer.status_code, answer.headers["x-rewake-start"]) == (200, "cold")
     (replica,) = system.replicas("victim")
     assert "no snapshot was made: GPU freeze failed" in replica["reason"]
-    assert "(2 of 2): CUDA_ERROR_NOT_READY" in replica["reason"]
+    # Both are locked at once, so that either may be the one to fail.
+    assert re.search(r"\([12] of 2\): CUDA_ERROR_NOT_READY: scripted; undone on all others", replica["reason"])
     assert calls(place, "unlock")
 
 
