@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from policies.config import Config
+from restorer import network
 from restorer.errors import RestorerError
 from restorer.host import build
 from restorer.reload import Line, read, reload
@@ -56,6 +57,7 @@ async def _serve(config: Config, store: str, file: Path, line: Line | None) -> i
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    await network.free(config.restorer.network)
     host = await asyncio.to_thread(build, config, store)
     log.info("restorer on %s: %s", host.name, host.capability)
     if line is None:

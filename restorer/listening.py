@@ -21,6 +21,10 @@ def bind(config: Config) -> list[socket.socket]:
     host, port, found = config.gateway.host, config.gateway.port, []
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        # Among sockets that share a port the kernel asks nobody: another installation would get some of our clients.
+        with socket.socket(family, socket.SOCK_STREAM) as alone:
+            alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            alone.bind(address)
         for _ in range(config.gateway.workers):
             listener = socket.socket(family, socket.SOCK_STREAM)
             found.append(listener)

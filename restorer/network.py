@@ -7,6 +7,7 @@ import contextlib
 import ipaddress
 from collections.abc import Sequence
 
+from restorer import probes
 from restorer.errors import Environment, ToolHung
 
 _SETUP_S = 20.0
@@ -14,6 +15,16 @@ _SETUP_S = 20.0
 
 class AddressTaken(Environment):
     """An interface or address of this network exists already: another installation uses the same one."""
+
+
+async def free(cidr: str) -> None:
+    """Nothing of the replicas' network is this host's own: addresses there would cut it off from its neighbours.
+
+    Raises:
+        Environment: the host is attached to it.
+    """
+    if clashes := await probes.attached(cidr):
+        raise Environment(f"restorer.network is {cidr}, but this host is attached to {clashes}; name a network that nobody uses")
 
 
 async def join(init_pid: int, host_address: str, address: str) -> None:

@@ -158,20 +158,31 @@ async def ns_last_pid() -> Finding:
 
 async def network(cidr: str) -> Finding:
     """The replicas' network is not one that this host talks to. Links of our own replicas do not count."""
-    wanted = ipaddress.ip_network(cidr)
     rc, said = await tool("ip", "-json", "-4", "route", "show", "table", "all")
     if rc:
         return Finding("network", "fail", _brief(said), "install iproute2")
-    clashes = [
+    if clashes := _clashes(said, cidr, attached=False):
+        return Finding("network", "fail", f"{cidr} overlaps {', '.join(clashes)}", "set restorer.network to an unused network")
+    return Finding("network", "ok", f"{cidr} overlaps no route")
+
+
+async def attached(cidr: str) -> str:
+    """Which networks that this host is itself attached to overlap this one: replicas there would cut it off. Or nothing."""
+    rc, said = await tool("ip", "-json", "-4", "route", "show", "table", "all")
+    return "" if rc else ", ".join(_clashes(said, cidr, attached=True))
+
+
+def _clashes(routes: str, cidr: str, *, attached: bool) -> list[str]:
+    wanted = ipaddress.ip_network(cidr)
+    return [
         f"{route['dst']} (dev {route.get('dev', 'none')})"
-        for route in json.loads(said or "[]")
+        for route in json.loads(routes or "[]")
         if route.get("dst", "default") != "default"
+        # The kernel's own routes are those of our addresses; others, such as a tunnel's, may be as wide as they like.
+        and (not attached or route.get("protocol") == "kernel")
         and not _OWN_LINK.fullmatch(route.get("dev", ""))
         and ipaddress.ip_network(route["dst"], strict=False).overlaps(wanted)
     ]
-    if clashes:
-        return Finding("network", "fail", f"{cidr} overlaps {', '.join(clashes)}", "set restorer.network to an unused network")
-    return Finding("network", "ok", f"{cidr} overlaps no route")
 
 
 async def io_uring() -> Finding:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from policies.config import Config
-from restorer import embedded, listening, rundir
+from restorer import embedded, listening, network, rundir
 from restorer.errors import Environment
 from restorer.listening import base_url
 from restorer.rundir import Account, Lock
@@ -152,6 +152,7 @@ class Up:
 
     async def _begin(self, steward: Steward, supervisor: Supervisor, account: Account | None, token: Path) -> None:
         url = self.config.store.url
+        await network.free(self.config.restorer.network)
         note = asyncio.ensure_future(self.note()) if self.note else None
         self._sockets = listening.bind(self.config)
         if not url:

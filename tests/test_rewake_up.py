@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 import redis
+import yaml
 from conftest import eventually, require_root, running_store
 from fake_installation import Place, a_place, free_port, running
 from processes import alive, owned, uid_of
@@ -187,6 +188,24 @@ async def test_an_address_that_is_taken_ends_it_with_what_to_change(place: Place
         f"rewake: cannot listen on 127.0.0.1:{place.port}: Address already in use; change gateway.host or gateway.port, "
         "or stop what has it"
     )
+    assert place.events() == []
+
+
+async def test_an_address_that_another_installation_shares_out_is_taken_too(place: Place) -> None:
+    """Its workers' sockets share the port, and the kernel would let ours join them."""
+    with socket.create_server(("127.0.0.1", place.port), reuse_port=True), running(place) as up:
+        assert up.ends() == 1
+    assert "Address already in use" in up.said[-1]
+    assert place.events() == []
+
+
+async def test_a_network_that_this_host_is_attached_to_is_refused(place: Place) -> None:
+    document = yaml.safe_load(place.config.read_text())
+    document["restorer"]["network"] = "127.0.0.0/16"
+    place.config.write_text(yaml.safe_dump(document))
+    with running(place) as up:
+        assert up.ends() == 1
+    assert up.said[-1].startswith("rewake: restorer.network is 127.0.0.0/16, but this host is attached to 127.0.0.0/8 (dev lo)")
     assert place.events() == []
 
 
