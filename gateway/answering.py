@@ -171,3 +171,4 @@ class Answering:
         """The connection has ended."""
         if self._resumed is not None and not self._resumed.done():
             self._resumed.set_exception(ClientGone())
+            self._resumed.exception()  # perhaps nobody waits, which is no error

@@ -118,6 +118,8 @@ class FastProtocol(asyncio.Protocol):
         self._peer: str | None = None
         self._scheme = "http"
         self._paused_reading = False
+        self._clogged = False
+        """The client does not take what was sent: nothing more is begun, and nothing handed over."""
         self.answering: Answering | None = None
         self.transport: asyncio.Transport | None = None
 
@@ -132,7 +134,7 @@ class FastProtocol(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._buffer = self._buffer + data if self._buffer else data
-        if not self._busy:
+        if not self._busy and not self._clogged:
             self._look()
         elif len(self._buffer) > _AHEAD and not self._paused_reading and self.transport is not None:
             self._paused_reading = True
@@ -150,22 +152,26 @@ class FastProtocol(asyncio.Protocol):
             self._task.cancel()
 
     def pause_writing(self) -> None:
+        self._clogged = True
         if self.answering is not None:
             self.answering.pause()
         if self._passing is not None:
             self._passing.hold_back()
 
     def resume_writing(self) -> None:
+        self._clogged = False
         if self.answering is not None:
             self.answering.resume()
         if self._passing is not None:
             self._passing.go_on()
+        if not self._busy:
+            self._go_on()
 
     # requests
 
     def _look(self) -> None:
         """Serve what has arrived, as far as it is plain and whole."""
-        while self._buffer and not self._busy and self.transport is not None and not self.transport.is_closing():
+        while self._buffer and not (self._busy or self._clogged or self.transport is None or self.transport.is_closing()):
             end = self._buffer.find(b"\r\n\r\n", 0, MAX_HEAD + 4)
             if end < 0:
                 if len(self._buffer) > MAX_HEAD or not b"POST /".startswith(self._buffer[:6]):
@@ -187,7 +193,7 @@ class FastProtocol(asyncio.Protocol):
             self._buffer = self._buffer[whole:]
             self._path.partial.pop(self, None)
             self._begin(request, body, known)
-        if self._buffer and not self._busy:
+        if self._buffer and not self._busy and not self._clogged:
             self._path.partial.setdefault(self, self._path.loop.time())
 
     def hand_over(self) -> None:
@@ -285,9 +291,15 @@ class FastProtocol(asyncio.Protocol):
         if self._path.life.draining:
             transport.close()
             return
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Turn to what has come in the meantime."""
+        if self.transport is None or self.transport.is_closing():
+            return
         if self._paused_reading:
             self._paused_reading = False
-            transport.resume_reading()
+            self.transport.resume_reading()
         if self._buffer:
             # Not from within the end of the last one: a client that sends many at once must not deepen the stack.
             self._path.loop.call_soon(self._next)

@@ -132,8 +132,8 @@ class Passing:
         trail = self._order.trail
         if self._answering.status:
             trail.status, trail.code = self._answering.status, ""
+        self._connection = None  # the pool's: a client that is slow with the end of this must not hold back the next answer
         self._answering.end()
-        self._connection = None
         self._end(keep=True)
 
     def failed(self, error: Silent | Broken | Truncated) -> None:

@@ -19,7 +19,8 @@ BODY = b'{"model":"m"}'
 
 async def admitted(store, served, fake, **more):
     record = await Fleet(store).admit(fake, **more)
-    await eventually(lambda: served.gateway.registry.available("m"))
+    # Without a permit the first request would wait, and take the other way.
+    await eventually(lambda: served.gateway.permits.limit(record))
     return record
 
 

@@ -1,0 +1,265 @@
+"""Connections that are used again, on either side: no answer is another's, none that broke looks whole, none is kept for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import gc
+import logging
+import socket
+import ssl
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+from certificates import make
+from conftest import eventually
+from fake_replica import CHAT, Exchange, FakeReplica, Fleet, configuration, replica_server, serving
+
+from gateway import connection
+from policies.replica import State
+
+BODY = b'{"model":"m"}'
+CHATS = b"POST %s HTTP/1.1\r\nHost: g\r\nContent-Length: %d\r\n\r\n%s" % (CHAT.encode(), len(BODY), BODY)
+
+
+async def admitted(store, served, fake, **more):
+    record = await Fleet(store).admit(fake, **more)
+    # Without a permit the first request would wait, and take the other way.
+    await eventually(lambda: served.gateway.permits.limit(record))
+    return record
+
+
+async def narrow(port: int) -> socket.socket:
+    """A client that takes little at a time, and nothing before it is asked to."""
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(client, ("127.0.0.1", port))
+    return client
+
+
+async def read_for(reader: asyncio.StreamReader, seconds: float) -> bytes:
+    """All that comes within that time."""
+    data = b""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            while piece := await reader.read(65536):
+                data += piece
+    return data
+
+
+async def test_what_follows_an_answer_reaches_nobody(store, store_server):
+    async def talkative(exchange: Exchange) -> None:
+        one = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 7\r\n\r\n"
+        await exchange.send(one + b'"first"' + one + b'"other"')
+
+    async with replica_server(talkative) as fake, serving(store_server) as served:
+        await admitted(store, served, fake)
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        writer.write(CHATS)
+        seen = await read_for(reader, 0.3)
+        assert seen.count(b"HTTP/1.1") == 1
+        assert seen.endswith(b'"first"')
+        writer.close()
+
+
+async def test_rubbish_behind_an_answer_does_not_spoil_it(store, store_server):
+    async def talkative(exchange: Exchange) -> None:
+        await exchange.send(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}RUBBISH\r\n\r\n")
+
+    async with replica_server(talkative) as fake, serving(store_server) as served:
+        await admitted(store, served, fake)
+        assert (await served.chat()).json() == {}
+        assert (await served.chat()).json() == {}
+        assert fake.connections == 2
+
+
+async def test_a_body_that_its_connection_ends_is_not_complete_when_the_incarnation_has_ended(store, store_server):
+    begun = asyncio.Event()
+
+    async def endless(exchange: Exchange) -> None:
+        await exchange.send(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n\r\n{")
+        begun.set()
+        await exchange.client_left()
+
+    async with replica_server(endless) as fake, serving(store_server) as served:
+        record = await admitted(store, served, fake)
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        writer.write(CHATS)
+        await reader.readuntil(b"\r\n\r\n")
+        await begun.wait()
+        await Fleet(store).change(record, State.STOPPED)
+        rest = await read_for(reader, 3)
+        assert not rest.endswith(b"0\r\n\r\n"), "a body that was cut looks complete"
+        await eventually(lambda: served.counts() == (0, 0, 0))
+        writer.close()
+
+
+async def clog(served, fake: FakeReplica, client: socket.socket) -> int:
+    """Send requests, one at a time, and read nothing, until the gateway has an answer that it cannot send on. Bytes of text."""
+    text = b'"' + b"x" * 30_000 + b'"'
+
+    async def answer(exchange: Exchange) -> None:
+        head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(text)
+        await exchange.send(head + text)
+
+    fake.default, ours = answer, None
+    while ours is None or ours.transport.get_write_buffer_size() <= 64 << 10:
+        before = len(fake.requests)
+        await asyncio.get_running_loop().sock_sendall(client, CHATS)
+        await eventually(functools.partial(answered, served, fake, before + 1))
+        (ours,) = served.gateway.serving.fast.clients
+    fake.default = FakeReplica().default
+    return len(fake.requests) * len(text)
+
+
+def answered(served, fake: FakeReplica, count: int) -> bool:
+    """The replica has had so many requests, and none is under way."""
+    return len(fake.requests) == count and served.counts() == (0, 0, 0)
+
+
+async def drain(client: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        data += await asyncio.wait_for(asyncio.get_running_loop().sock_recv(client, 1 << 20), 5)
+    return data
+
+
+async def test_a_client_that_is_slow_with_an_answers_end_leaves_a_usable_connection(store, store_server):
+    async with replica_server() as fake, serving(store_server, configuration(model__first_byte_timeout_s=3)) as served:
+        await admitted(store, served, fake)
+        client = await narrow(served.port)
+        size = await clog(served, fake, client)
+        (pool,) = served.gateway.serving.fast._pools.values()
+        assert [idle.transport.is_reading() for idle in pool._idle] == [True]
+        await drain(client, size)
+        assert (await served.chat()).status_code == 200
+        assert fake.connections == 1
+        client.close()
+
+
+async def test_a_replica_that_accepts_and_resets_at_once_is_unreachable(store, store_server, monkeypatch):
+    # The reset is between the moment that the connection is made and that its maker hears of it.
+    made = connection.Connection.connection_made
+
+    def lost_at_once(self, transport):
+        made(self, transport)
+        asyncio.get_running_loop().call_soon(self.connection_lost, ConnectionResetError())
+
+    async with replica_server() as fake, serving(store_server) as served:
+        await admitted(store, served, fake)
+        monkeypatch.setattr(connection.Connection, "connection_made", lost_at_once)
+        request = asyncio.create_task(served.chat())
+        await eventually(lambda: served.held() == 1, what="its request to wait again")
+        request.cancel()
+        await eventually(lambda: served.counts() == (0, 0, 0) and served.gateway.life.open == 0)
+
+
+async def test_a_client_that_reads_nothing_is_not_served_on_and_on(store, store_server):
+    async with replica_server() as fake, serving(store_server) as served:
+        await admitted(store, served, fake)
+        client = await narrow(served.port)
+        size, before = await clog(served, fake, client), len(fake.requests)
+        await asyncio.get_running_loop().sock_sendall(client, CHATS * 10)
+        await eventually(lambda: next(iter(served.gateway.serving.fast.clients))._buffer)
+        assert len(fake.requests) == before, "nothing more is answered before it reads"
+        assert (await served.chat()).status_code == 200, "others are served"
+        await drain(client, size)
+        await eventually(lambda: len(fake.requests) == before + 11)
+        client.close()
+        await eventually(lambda: served.counts() == (0, 0, 0))
+
+
+async def test_back_pressure_goes_over_with_the_connection(store, store_server, caplog):
+    async with replica_server() as fake, serving(store_server) as served:
+        await admitted(store, served, fake)
+        client = await narrow(served.port)
+        size = await clog(served, fake, client)
+        await asyncio.get_running_loop().sock_sendall(client, b"GET /v1/models HTTP/1.1\r\nHost: g\r\n\r\n")
+        await eventually(lambda: next(iter(served.gateway.serving.fast.clients))._buffer)
+        seen = await drain(client, size)
+        while b'"list"' not in seen:
+            seen += await drain(client, 1)
+        assert not served.gateway.serving.fast.clients
+        assert not [record for record in caplog.records if record.levelno >= logging.ERROR], caplog.text
+        client.close()
+
+
+async def test_a_client_that_leaves_while_it_is_held_back_leaves_no_error(store, store_server, caplog):
+    async def flood(exchange: Exchange) -> None:
+        await exchange.begin_events()
+        while True:
+            await exchange.chunk(b"data: " + b"x" * 65536 + b"\n\n")
+
+    async with replica_server(flood) as fake, serving(store_server) as served:
+        await admitted(store, served, fake)
+        loop, client = asyncio.get_running_loop(), await narrow(served.port)
+        await loop.sock_sendall(client, CHATS)
+        await eventually(lambda: any(passing._held_back for passing in served.gateway.serving.fast.passing))
+        client.close()
+        await eventually(lambda: served.counts() == (0, 0, 0))
+        gc.collect()
+        await asyncio.sleep(0)
+        assert not [record for record in caplog.records if record.levelno >= logging.ERROR], caplog.text
+
+
+@contextlib.asynccontextmanager
+async def over_tls(served, folder: Path) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A connection to the same gateway, encrypted; its server runs in the loop of the test."""
+    pair, runner = make(folder, "gateway"), served.runner
+    there = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    there.load_cert_chain(pair.certificate, pair.key)
+    site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=there)
+    await site.start()
+    reader, writer = await asyncio.open_connection("127.0.0.1", site.port, ssl=pair.client(), server_hostname="localhost")
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+        with contextlib.suppress(ConnectionError, ssl.SSLError):
+            await writer.wait_closed()
+
+
+async def answer_of(reader: asyncio.StreamReader) -> tuple[int, bytes]:
+    """One answer with a length."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    size = next(int(line.split(b":")[1]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length"))
+    return int(head.split()[1]), await reader.readexactly(size)
+
+
+ODD = b"GET /v1/models HTTP/1.1\r\nHost: g\r\n\r\n"
+
+
+@pytest.mark.parametrize("together", [True, False])
+async def test_an_encrypted_connection_goes_over_like_any_other(store, store_server, tmp_path, together):
+    async with replica_server() as fake, serving(store_server) as served:
+        await admitted(store, served, fake)
+        async with over_tls(served, tmp_path) as (reader, writer):
+            requests, answers = [CHATS, CHATS, ODD, CHATS, ODD], []
+            for piece in [b"".join(requests)] if together else requests:
+                writer.write(piece)
+                answers += [await answer_of(reader) for _ in range(5 if together else 1)]
+                assert len(served.gateway.serving.fast.clients) == (len(answers) < 3)
+            assert [status for status, _ in answers] == [200] * 5
+            assert [b'"list"' in body for _, body in answers] == [False, False, True, False, True]
+        forwarded = [request.header("X-Forwarded-Proto") for request in fake.requests]
+        assert forwarded == ["https"] * 3
+
+
+async def test_a_cut_over_tls_is_no_proper_end(store, store_server, tmp_path):
+    async def broken(exchange: Exchange) -> None:
+        await exchange.begin_events()
+        await exchange.event({"a": 1})
+        exchange.reset()
+
+    async with replica_server(broken) as fake, serving(store_server) as served:
+        await admitted(store, served, fake)
+        async with over_tls(served, tmp_path) as (reader, writer):
+            writer.write(CHATS)
+            seen = await read_for(reader, 3)
+            assert seen.startswith(b"HTTP/1.1 200")
+            assert not seen.endswith(b"0\r\n\r\n")
+        await eventually(lambda: served.counts() == (0, 0, 0) and not served.gateway.serving.fast.clients)
