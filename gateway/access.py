@@ -191,8 +191,14 @@ def _short(seconds: float) -> float:
 
 
 def _stamp(seconds: float) -> str:
-    whole = int(seconds)
-    return f"{_second(whole)}.{int((seconds - whole) * 1000):03d}Z"
+    return _millisecond(int(seconds * 1000))
+
+
+@lru_cache(maxsize=4)
+def _millisecond(milliseconds: int) -> str:
+    """Requests that end together share one."""
+    seconds, rest = divmod(milliseconds, 1000)
+    return f"{_second(seconds)}.{rest:03d}Z"
 
 
 @lru_cache(maxsize=4)

@@ -29,6 +29,20 @@ def _reason(status: int) -> str:
         return ""
 
 
+def written(status: int, reason: str | None, headers: Pairs, *, closing: bool) -> tuple[str, bool]:
+    """A head as it stands on the wire, and whether its body comes in chunks."""
+    head, sized = f"HTTP/1.1 {status} {reason or ''}\r\n", False
+    for name, value in headers:
+        head += f"{name}: {value}\r\n"
+        sized = sized or name.lower() == "content-length"
+    chunked = not sized and status not in _BODILESS
+    if chunked:
+        head += "Transfer-Encoding: chunked\r\n"
+    if closing:
+        head += "Connection: close\r\n"
+    return f"{head}\r\n", chunked
+
+
 _LINGER_S = 5.0
 """How long a client may take to read what was sent before the cut."""
 _BODILESS = (204, 304)
@@ -67,17 +81,13 @@ class Answering:
 
     def begin(self, status: int, reason: str | None, headers: Pairs) -> None:
         """The head; it leaves with the next :meth:`flush`."""
-        self.begun, self.status = True, status
-        head, sized = f"HTTP/1.1 {status} {reason or ''}\r\n", False
-        for name, value in headers:
-            head += f"{name}: {value}\r\n"
-            sized = sized or name.lower() == "content-length"
-        self._chunked = not sized and status not in _BODILESS
-        if self._chunked:
-            head += "Transfer-Encoding: chunked\r\n"
-        if self._client.draining:
-            head += "Connection: close\r\n"
-        self._pending.append(f"{head}\r\n".encode("latin-1"))
+        head, chunked = written(status, reason, headers, closing=self._client.draining)
+        self.begin_with(status, head, chunked=chunked)
+
+    def begin_with(self, status: int, head: str, *, chunked: bool) -> None:
+        """The head, as :func:`written` writes it."""
+        self.begun, self.status, self._chunked = True, status, chunked
+        self._pending.append(head.encode("latin-1"))
 
     def piece(self, data: bytes) -> None:
         """A piece of the body; it leaves with the next :meth:`flush`."""
