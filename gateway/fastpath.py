@@ -32,6 +32,11 @@ _PATIENCE_S = 1.0
 _AHEAD = 256 << 10
 """Bytes that a client may send ahead of its turn."""
 _TICK_S = 1.0
+_IDLE_S = 3630.0
+"""A connection on which nothing was asked for so long is closed; as long as on the other path."""
+_STALLED_S = 300.0
+"""A client that has not taken the end of its last answer by then is cut off."""
+_BUG = "The gateway failed; its log tells more under this request id."
 
 
 class FastPath:
@@ -86,6 +91,8 @@ class FastPath:
                 client.hand_over()
             for passing in [passing for passing in self.passing if passing.deadline <= now]:
                 passing.overdue(now)
+            for client in [client for client in self.clients if client.forgotten(now)]:
+                client.abort()
             for pool in self._pools.values():
                 pool.tidy()
 
@@ -118,6 +125,8 @@ class FastProtocol(asyncio.Protocol):
         self._peer: str | None = None
         self._scheme = "http"
         self._paused_reading = False
+        self._since = path.loop.time()
+        """When the last request ended."""
         self._clogged = False
         """The client does not take what was sent: nothing more is begun, and nothing handed over."""
         self.answering: Answering | None = None
@@ -238,7 +247,7 @@ class FastProtocol(asyncio.Protocol):
             logs.error("bug", error, request_id=head.id, path=request.target)
             if claim is not None:
                 claim.leave()
-            self._refuse(GatewayError("The gateway failed; its log tells more under this request id."), trail)
+            self._refuse(GatewayError(_BUG), trail)
         else:
             self._passing.begin()
 
@@ -275,7 +284,10 @@ class FastProtocol(asyncio.Protocol):
                 raise
         except Exception as error:
             logs.error("bug", error, request_id=order.head.id, path=order.head.target)
-            self.abort()
+            if answering.begun:
+                self.abort()
+            else:
+                answering.refuse(GatewayError(_BUG))
         finally:
             self._task = None
             self.ended()
@@ -284,6 +296,7 @@ class FastProtocol(asyncio.Protocol):
         """The request in hand has been answered, or cannot be."""
         self._passing = self.answering = None
         self._busy = False
+        self._since = self._path.loop.time()
         self._path.life.closed()
         transport = self.transport
         if transport is None or transport.is_closing():
@@ -307,6 +320,10 @@ class FastProtocol(asyncio.Protocol):
     def _next(self) -> None:
         if not self._busy:
             self._look()
+
+    def forgotten(self, now: float) -> bool:
+        """Its client asks for nothing any more, or takes nothing."""
+        return not self._busy and now >= self._since + (_STALLED_S if self._clogged else _IDLE_S)
 
     @property
     def draining(self) -> bool:

@@ -235,12 +235,14 @@ class Passing:
                 self._task.cancel()
             if self._connection is not None:
                 self._connection.abandon()
-        if self._meter is not None:
-            path.decide.spent(order, self._meter.usage())
-        path.decide.served(order, path.loop.time() - self._begun)
-        self._claim.leave()
-        path.decide.account(order.trail)
-        self._client.ended()
+        try:
+            self._claim.leave()
+            if self._meter is not None:
+                path.decide.spent(order, self._meter.usage())
+            path.decide.served(order, path.loop.time() - self._begun)
+            path.decide.account(order.trail)
+        finally:
+            self._client.ended()
 
 
 class Shape:

@@ -18,8 +18,12 @@ from certificates import make
 from conftest import eventually
 from fake_replica import CHAT, Exchange, FakeReplica, Fleet, configuration, replica_server, serving
 
-from gateway import connection
-from policies.replica import State
+from gateway import connection, fastpath
+from gateway.downstream import ClientGone
+from gateway.relay import Relay
+from gateway.trail import Trail
+from gateway.upstream import Unreachable, Upstreams
+from policies.replica import Replica, State
 
 BODY = b'{"model":"m"}'
 CHATS = b"POST %s HTTP/1.1\r\nHost: g\r\nContent-Length: %d\r\n\r\n%s" % (CHAT.encode(), len(BODY), BODY)
@@ -263,3 +267,115 @@ async def test_a_cut_over_tls_is_no_proper_end(store, store_server, tmp_path):
             assert seen.startswith(b"HTTP/1.1 200")
             assert not seen.endswith(b"0\r\n\r\n")
         await eventually(lambda: served.counts() == (0, 0, 0) and not served.gateway.serving.fast.clients)
+
+
+class Stalled:
+    """A client that takes the body, and never its end."""
+
+    begun, version = True, (1, 1)
+
+    def __init__(self) -> None:
+        self._gone = asyncio.Event()
+
+    async def write(self, data: bytes) -> None:
+        pass
+
+    async def finish(self) -> None:
+        await self._gone.wait()
+        raise ClientGone
+
+    def abort(self) -> None:
+        self._gone.set()
+
+
+class Whole:
+    """An answer of one piece."""
+
+    content_type = encoding = ""
+    pieces = (b"x", b"")
+
+    def __init__(self) -> None:
+        self._left = list(self.pieces)
+
+    async def read(self) -> bytes:
+        return self._left.pop(0)
+
+    def abort(self) -> None:
+        """It has been read: there is nothing left to end."""
+
+
+async def test_a_client_that_stalls_at_the_very_end_is_cut_off():
+    spec, trail = configuration(model__idle_body_timeout_s=0.05).models["m"], Trail("id", CHAT, 0.0)
+    with pytest.raises(ClientGone):
+        await asyncio.wait_for(Relay(Whole(), Stalled(), spec, trail).run(), 2)
+    assert trail.code == "client_stalled"
+
+
+async def test_nobody_makes_a_new_connection_to_an_incarnation_that_has_ended():
+    replica = Replica(
+        id="m#0", model="m", state=State.ADMITTED, fence=1, host="h", incarnation="i1", address="127.0.0.1", port=1, concurrency=1
+    )
+    upstreams = Upstreams()
+    upstreams.retain(frozenset(("i1",)))
+    assert upstreams.pool(replica) is upstreams.pool(replica)
+    upstreams.retain(frozenset(("i2",)))
+    with pytest.raises(Unreachable):
+        upstreams.pool(replica)
+    await upstreams.close()
+
+
+async def test_a_bug_at_the_end_of_an_answer_costs_no_slot(store, store_server, monkeypatch):
+    def bug(*args: object) -> None:
+        raise RuntimeError("bug")
+
+    async with replica_server() as fake, serving(store_server) as served:
+        await admitted(store, served, fake)
+        monkeypatch.setattr(served.gateway.serving.decisions, "served", bug)
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        writer.write(CHATS)
+        assert (await answer_of(reader))[0] == 200
+        await eventually(lambda: served.counts() == (0, 0, 0) and served.gateway.life.open == 0)
+        writer.close()
+
+
+async def test_a_bug_before_an_answer_is_told_as_on_the_other_path(store, store_server, monkeypatch):
+    async def bug(*args: object) -> None:
+        raise RuntimeError("bug")
+
+    async with serving(store_server) as served:
+        monkeypatch.setattr(served.gateway.serving.proxy, "go", bug)
+        answer = await served.chat()
+        assert answer.status_code == 500
+        assert answer.headers["x-request-id"]
+        assert served.gateway.life.open == 0
+
+
+async def test_connections_that_are_idle_for_too_long_are_closed(store, store_server, monkeypatch):
+    monkeypatch.setattr(fastpath, "_IDLE_S", 0.5)
+    proceed = asyncio.Event()
+
+    async def slow(exchange: Exchange) -> None:
+        await proceed.wait()
+        await exchange.json({})
+
+    async with replica_server(slow) as fake, serving(store_server) as served:
+        await admitted(store, served, fake)
+        idle, idle_writer = await asyncio.open_connection("127.0.0.1", served.port)
+        busy, busy_writer = await asyncio.open_connection("127.0.0.1", served.port)
+        busy_writer.write(CHATS)
+        assert await asyncio.wait_for(idle.read(), 5) == b""
+        proceed.set()
+        assert (await answer_of(busy))[0] == 200
+        assert await asyncio.wait_for(busy.read(), 5) == b""
+        for writer in (idle_writer, busy_writer):
+            writer.close()
+
+
+async def test_a_client_that_never_takes_its_answers_end_is_cut_off(store, store_server, monkeypatch):
+    monkeypatch.setattr(fastpath, "_STALLED_S", 0.5)
+    async with replica_server() as fake, serving(store_server) as served:
+        await admitted(store, served, fake)
+        client = await narrow(served.port)
+        await clog(served, fake, client)
+        await eventually(lambda: not served.gateway.serving.fast.clients)
+        client.close()
