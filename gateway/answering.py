@@ -99,10 +99,10 @@ class Answering:
             self._pending.append(data)
 
     def flush(self) -> None:
-        """Send what there is, in one write."""
+        """Send what there is, in one write, with those of others."""
         pending = self._pending
         if pending and self._client.transport is not None:
-            self._client.transport.write(pending[0] if len(pending) == 1 else b"".join(pending))
+            self._client.outbox.put(self._client.transport, pending[0] if len(pending) == 1 else b"".join(pending))
         self._pending = []
 
     def end(self) -> None:
@@ -127,9 +127,11 @@ class Answering:
         if transport is None or transport.is_closing():
             return
         self.flush()
+        self._client.outbox.send()
         if frame and transport.get_write_buffer_size() == 0:
             self.piece(frame)
             self.flush()
+            self._client.outbox.send()
         transport.close()
         asyncio.get_running_loop().call_later(_LINGER_S, transport.abort)
 
@@ -162,6 +164,7 @@ class Answering:
         if self._client.transport is None:
             raise ClientGone
         self.flush()
+        self._client.outbox.send()  # so that it is known whether the client keeps up
         if self._resumed is not None:
             await self._resumed
 

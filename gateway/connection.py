@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 import httptools
 
 from gateway.envelope import Pairs
+from gateway.outbox import Outbox
 from gateway.upstream import CONNECT_S, KEEP_IDLE_S, Broken, Silent, Truncated, Unreachable
 from policies.replica import Replica
 
@@ -82,7 +83,7 @@ class Connection(asyncio.Protocol):
         assert self.transport is not None
         self._sink = sink
         self._received = False
-        self.transport.write(request)
+        self._pool.outbox.put(self.transport, request)
 
     def abandon(self) -> None:
         """The answer is not wanted any more: close at once and tell nobody."""
@@ -225,7 +226,8 @@ class Connection(asyncio.Protocol):
 class Connections:
     """The connections to one incarnation."""
 
-    def __init__(self, replica: Replica) -> None:
+    def __init__(self, replica: Replica, outbox: Outbox) -> None:
+        self.outbox = outbox
         self._loop = asyncio.get_running_loop()
         self._replica = replica
         self._idle: list[Connection] = []

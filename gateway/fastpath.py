@@ -20,6 +20,7 @@ from gateway.decisions import Decisions, Known, Order
 from gateway.errors import GatewayError
 from gateway.exchange import Head
 from gateway.life import Life
+from gateway.outbox import Outbox
 from gateway.passing import Passing
 from gateway.plain import MAX_HEAD, Plain, plain
 from gateway.proxy import Proxy
@@ -49,6 +50,7 @@ class FastPath:
         self.waitroom = waitroom
         self.life = life
         self.clients: set[FastProtocol] = set()
+        self.outbox = Outbox(life)
         self.partial: dict[FastProtocol, float] = {}
         """Connections with a part of a request -> loop time at which it began."""
         self.passing: set[Passing] = set()
@@ -74,7 +76,7 @@ class FastPath:
 
     def pool(self, replica: Replica) -> Connections:
         if replica.incarnation not in self._pools:
-            self._pools[replica.incarnation] = Connections(replica)
+            self._pools[replica.incarnation] = Connections(replica, self.outbox)
         return self._pools[replica.incarnation]
 
     def retain(self, incarnations: frozenset[str]) -> None:
@@ -112,6 +114,7 @@ class FastProtocol(asyncio.Protocol):
 
     def __init__(self, path: FastPath, other: Callable[[], asyncio.Protocol]) -> None:
         self._path = path
+        self.outbox = path.outbox
         self._other = other
         self._buffer = b""
         self._busy = False
@@ -211,6 +214,7 @@ class FastProtocol(asyncio.Protocol):
         transport, self.transport = self.transport, None
         if transport is None or transport.is_closing():
             return
+        self.outbox.send()
         other = self._other()
         transport.set_protocol(other)
         other.connection_made(transport)
@@ -302,6 +306,7 @@ class FastProtocol(asyncio.Protocol):
         if transport is None or transport.is_closing():
             return
         if self._path.life.draining:
+            self.outbox.send()
             transport.close()
             return
         self._go_on()
