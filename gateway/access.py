@@ -107,13 +107,14 @@ class Log:
             logs.error("access log ended: its output is gone", reason=str(error))
 
     def _drain(self) -> None:
-        piece = b""
+        lines, size = list[bytes](), 0
         for line in self._lines():
-            if piece and len(piece) + len(line) > self._whole:
-                self._put(piece)
-                piece = b""
-            piece += line
-        self._put(piece)
+            if lines and size + len(line) > self._whole:
+                self._put(b"".join(lines))
+                lines, size = [], 0
+            lines.append(line)
+            size += len(line)
+        self._put(b"".join(lines))
 
     def _lines(self) -> Iterator[bytes]:
         while self._waiting:
