@@ -209,12 +209,14 @@ class FastProtocol(asyncio.Protocol):
             self._path.partial.setdefault(self, self._path.loop.time())
 
     def hand_over(self) -> None:
-        """From here on the connection is the other path's."""
+        """From here on the connection is the other path's, as soon as its client has taken what was sent."""
+        self.outbox.send()
+        if self._clogged:
+            return  # the other path would not hear of it
         self._path.left(self)
         transport, self.transport = self.transport, None
         if transport is None or transport.is_closing():
             return
-        self.outbox.send()
         other = self._other()
         transport.set_protocol(other)
         other.connection_made(transport)

@@ -23,7 +23,9 @@ from gateway.downstream import ClientGone
 from gateway.relay import Relay
 from gateway.trail import Trail
 from gateway.upstream import Unreachable, Upstreams
+from policies.config import Config, parse
 from policies.replica import Replica, State
+from policies.tenancy import key_hash
 
 BODY = b'{"model":"m"}'
 CHATS = b"POST %s HTTP/1.1\r\nHost: g\r\nContent-Length: %d\r\n\r\n%s" % (CHAT.encode(), len(BODY), BODY)
@@ -379,3 +381,50 @@ async def test_a_client_that_never_takes_its_answers_end_is_cut_off(store, store
         await clog(served, fake, client)
         await eventually(lambda: not served.gateway.serving.fast.clients)
         client.close()
+
+
+async def test_a_connection_that_clogs_as_it_is_handed_over_stays_until_it_is_free(store, store_server):
+    class Full:
+        """What waits to be sent is more than the client takes."""
+
+        def send(self) -> None:
+            if ours.outbox is self:
+                ours.outbox = served.gateway.serving.fast.outbox
+                ours.pause_writing()
+
+    async with serving(store_server) as served:
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        await eventually(lambda: served.gateway.serving.fast.clients)
+        (ours,) = served.gateway.serving.fast.clients
+        ours.outbox = Full()
+        writer.write(ODD)
+        await eventually(lambda: ours._clogged)
+        assert ours.transport is not None
+        assert ours.transport.get_protocol() is ours
+        ours.resume_writing()
+        assert (await asyncio.wait_for(answer_of(reader), 5))[0] == 200
+        assert not served.gateway.serving.fast.clients
+        writer.close()
+
+
+async def test_a_key_that_a_reload_revokes_is_revoked_on_open_connections(store, store_server):
+    key, other = "sk-one", "sk-two"
+
+    def config(*keys: str, models: list[str]) -> Config:
+        tenant = {"keys": [key_hash(one) for one in keys], "models": models}
+        engine = {"engine": {"kind": "http", "command": ["/bin/true"]}}
+        return parse({"models": {"m": engine, "n": engine}, "tenants": {"t": tenant}})
+
+    request = CHATS.replace(b"Host: g", b"Host: g\r\nAuthorization: Bearer " + key.encode())
+    async with replica_server() as fake, serving(store_server, config(key, models=["m"])) as served:
+        await admitted(store, served, fake)
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        changes = [(config(key, models=["n"]), 403), (config(other, models=["m"]), 401), (config(key, models=["m"]), 200)]
+        for changed, status in [(None, 200), *changes]:
+            if changed is not None:
+                served.gateway.current.replace(changed)
+            for _ in range(2):
+                writer.write(request)
+                assert (await answer_of(reader))[0] == status
+        assert len(served.gateway.serving.fast.clients) == 1, "it never left the fast path"
+        writer.close()
