@@ -107,13 +107,14 @@ class Log:
             logs.error("access log ended: its output is gone", reason=str(error))
 
     def _drain(self) -> None:
-        piece = b""
+        lines, size = list[bytes](), 0
         for line in self._lines():
-            if piece and len(piece) + len(line) > self._whole:
-                self._put(piece)
-                piece = b""
-            piece += line
-        self._put(piece)
+            if lines and size + len(line) > self._whole:
+                self._put(b"".join(lines))
+                lines, size = [], 0
+            lines.append(line)
+            size += len(line)
+        self._put(b"".join(lines))
 
     def _lines(self) -> Iterator[bytes]:
         while self._waiting:
@@ -191,8 +192,14 @@ def _short(seconds: float) -> float:
 
 
 def _stamp(seconds: float) -> str:
-    whole = int(seconds)
-    return f"{_second(whole)}.{int((seconds - whole) * 1000):03d}Z"
+    return _millisecond(int(seconds * 1000))
+
+
+@lru_cache(maxsize=4)
+def _millisecond(milliseconds: int) -> str:
+    """Requests that end together share one."""
+    seconds, rest = divmod(milliseconds, 1000)
+    return f"{_second(seconds)}.{rest:03d}Z"
 
 
 @lru_cache(maxsize=4)

@@ -14,6 +14,8 @@ from policies.balance import Balance
 
 SESSION_HEADERS = ("x-rewake-session", "x-session-id")
 """The first that is there names the session; nobody else's: it counts within the tenant."""
+KEYED = frozenset(("session", "prefix"))
+"""The ways to balance that heed a key."""
 _PROMPT = re.compile(rb'"(?:messages|prompt|input|query)"\s*:')
 _LOOK = 64 << 10
 """A prompt that begins later than this is not looked for."""

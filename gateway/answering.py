@@ -29,6 +29,20 @@ def _reason(status: int) -> str:
         return ""
 
 
+def written(status: int, reason: str | None, headers: Pairs, *, closing: bool) -> tuple[str, bool]:
+    """A head as it stands on the wire, and whether its body comes in chunks."""
+    head, sized = f"HTTP/1.1 {status} {reason or ''}\r\n", False
+    for name, value in headers:
+        head += f"{name}: {value}\r\n"
+        sized = sized or name.lower() == "content-length"
+    chunked = not sized and status not in _BODILESS
+    if chunked:
+        head += "Transfer-Encoding: chunked\r\n"
+    if closing:
+        head += "Connection: close\r\n"
+    return f"{head}\r\n", chunked
+
+
 _LINGER_S = 5.0
 """How long a client may take to read what was sent before the cut."""
 _BODILESS = (204, 304)
@@ -67,17 +81,13 @@ class Answering:
 
     def begin(self, status: int, reason: str | None, headers: Pairs) -> None:
         """The head; it leaves with the next :meth:`flush`."""
-        self.begun, self.status = True, status
-        head, sized = f"HTTP/1.1 {status} {reason or ''}\r\n", False
-        for name, value in headers:
-            head += f"{name}: {value}\r\n"
-            sized = sized or name.lower() == "content-length"
-        self._chunked = not sized and status not in _BODILESS
-        if self._chunked:
-            head += "Transfer-Encoding: chunked\r\n"
-        if self._client.draining:
-            head += "Connection: close\r\n"
-        self._pending.append(f"{head}\r\n".encode("latin-1"))
+        head, chunked = written(status, reason, headers, closing=self._client.draining)
+        self.begin_with(status, head, chunked=chunked)
+
+    def begin_with(self, status: int, head: str, *, chunked: bool) -> None:
+        """The head, as :func:`written` writes it."""
+        self.begun, self.status, self._chunked = True, status, chunked
+        self._pending.append(head.encode("latin-1"))
 
     def piece(self, data: bytes) -> None:
         """A piece of the body; it leaves with the next :meth:`flush`."""
@@ -89,10 +99,10 @@ class Answering:
             self._pending.append(data)
 
     def flush(self) -> None:
-        """Send what there is, in one write."""
+        """Send what there is, in one write, with those of others."""
         pending = self._pending
         if pending and self._client.transport is not None:
-            self._client.transport.write(pending[0] if len(pending) == 1 else b"".join(pending))
+            self._client.outbox.put(self._client.transport, pending[0] if len(pending) == 1 else b"".join(pending))
         self._pending = []
 
     def end(self) -> None:
@@ -117,9 +127,11 @@ class Answering:
         if transport is None or transport.is_closing():
             return
         self.flush()
+        self._client.outbox.send()
         if frame and transport.get_write_buffer_size() == 0:
             self.piece(frame)
             self.flush()
+            self._client.outbox.send()
         transport.close()
         asyncio.get_running_loop().call_later(_LINGER_S, transport.abort)
 
@@ -152,6 +164,7 @@ class Answering:
         if self._client.transport is None:
             raise ClientGone
         self.flush()
+        self._client.outbox.send()  # so that it is known whether the client keeps up
         if self._resumed is not None:
             await self._resumed
 
@@ -171,3 +184,4 @@ class Answering:
         """The connection has ended."""
         if self._resumed is not None and not self._resumed.done():
             self._resumed.set_exception(ClientGone())
+            self._resumed.exception()  # perhaps nobody waits, which is no error

@@ -7,13 +7,17 @@ all that awaits, and in the same words. Decides nothing.
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import httptools
 
 from gateway.envelope import Pairs
+from gateway.outbox import Outbox
 from gateway.upstream import CONNECT_S, KEEP_IDLE_S, Broken, Silent, Truncated, Unreachable
 from policies.replica import Replica
+
+if TYPE_CHECKING:
+    from gateway.passing import Shape
 
 _MAX_HEAD = 64 << 10
 
@@ -41,6 +45,7 @@ class Connection(asyncio.Protocol):
     """Serves one request at a time. Made by :class:`Connections`."""
 
     __slots__ = (
+        "_cut",
         "_done",
         "_extra",
         "_head_size",
@@ -67,7 +72,7 @@ class Connection(asyncio.Protocol):
         self._status = 0
         self._head_size = 0
         self._received = self._informed = self._done = self._extra = False
-        self._keep = False
+        self._keep = self._cut = False
         self.transport: asyncio.Transport | None = None
         self.reused = False
         """It has served before."""
@@ -78,7 +83,7 @@ class Connection(asyncio.Protocol):
         assert self.transport is not None
         self._sink = sink
         self._received = False
-        self.transport.write(request)
+        self._pool.outbox.put(self.transport, request)
 
     def abandon(self) -> None:
         """The answer is not wanted any more: close at once and tell nobody."""
@@ -86,6 +91,7 @@ class Connection(asyncio.Protocol):
         self.close()
 
     def close(self) -> None:
+        self._cut = True
         if self.transport is not None:
             self.transport.abort()
 
@@ -120,7 +126,11 @@ class Connection(asyncio.Protocol):
         except httptools.HttpParserUpgrade:
             self._fail("it switched to another protocol, unasked")
         except httptools.HttpParserError as error:
-            self._fail(f"it is not valid HTTP: {error}")
+            if self._done:
+                self._extra = True
+                self._complete()
+            else:
+                self._fail(f"it is not valid HTTP: {error}")
         else:
             if self._done:
                 # Only now: whoever hears of it may send the next request, whose answer this read must not begin.
@@ -137,7 +147,7 @@ class Connection(asyncio.Protocol):
         self.transport = None
         if self._sink is None:
             return
-        if self._informed and exc is None and self._ends_with_connection():
+        if self._informed and exc is None and not self._cut and self._ends_with_connection():
             self._complete()
         else:
             self._fail(str(exc or "it closed the connection"))
@@ -148,18 +158,23 @@ class Connection(asyncio.Protocol):
     # the parser's side
 
     def on_message_begin(self) -> None:
+        # A second answer was asked for by nobody: not a byte of it goes on, and the connection ends with the first.
         self._extra = self._done
 
     def on_status(self, reason: bytes) -> None:
-        self._reason = reason
+        self._reason += reason  # it may come in pieces
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if self._informed:
+            return  # a trailer, or of a second answer
         self._headers.append((name.decode("latin-1"), value.decode("latin-1")))
 
     def on_headers_complete(self) -> None:
+        if self._extra:
+            return
         status = self._parser.get_status_code()
         if status < 200:
-            self._headers = []
+            self._headers, self._reason = [], b""
             return
         self._status = status
         self._informed = True
@@ -167,11 +182,11 @@ class Connection(asyncio.Protocol):
             self._sink.head(status, self._reason.decode("latin-1"), self._headers)
 
     def on_body(self, piece: bytes) -> None:
-        if self._sink is not None:
+        if self._sink is not None and not self._extra:
             self._sink.body(piece)
 
     def on_message_complete(self) -> None:
-        if self._status == 0:
+        if self._status == 0 or self._extra:
             return  # 100 Continue and its kind
         # Only here does the parser know.
         self._keep = self._parser.should_keep_alive()
@@ -211,12 +226,15 @@ class Connection(asyncio.Protocol):
 class Connections:
     """The connections to one incarnation."""
 
-    def __init__(self, replica: Replica) -> None:
+    def __init__(self, replica: Replica, outbox: Outbox) -> None:
+        self.outbox = outbox
         self._loop = asyncio.get_running_loop()
         self._replica = replica
         self._idle: list[Connection] = []
         self.alive: set[Connection] = set()
         self.ended = False
+        self.shape: Shape | None = None
+        """How the last answer's head was passed on: a replica repeats itself."""
         host = f"[{replica.address}]" if ":" in replica.address else replica.address
         self.host = f"{host}:{replica.port}"
 
@@ -246,6 +264,8 @@ class Connections:
         if self.ended:
             connection.close()
             raise Unreachable("the replica was stopped")
+        if not connection.usable:
+            raise Unreachable("it closed the connection at once")
         return connection
 
     def give_back(self, connection: Connection) -> None:

@@ -153,7 +153,9 @@ class Decisions:
             errand.patience_s = envelope.patience_s(head.headers, spec.hold.max_wait_s)
         if not found.route.wakes and not self._registry.available(model):
             raise errors.NotRunning(f"Model {model!r} is not running, and {found.route.name} does not start it.")
-        together = affinity.key(spec.balance, tenant=tenant, headers=head.headers, body=body.data)
+        together = ""
+        if spec.balance in affinity.KEYED:
+            together = affinity.key(spec.balance, tenant=tenant, headers=head.headers, body=body.data)
         ticket = Ticket(model, body.size, head.received + errand.patience_s, tenant, together)
         return Order(head, found, body, model, spec, errand.dialect, ticket, trail, errand)
 
@@ -233,6 +235,11 @@ class Decisions:
         self, order: Order, replica: Replica, status: int, headers: Iterable[tuple[str, str]], now: float
     ) -> tuple[Pairs, bool]:
         """9. The head for the client, and whether the body is an event stream."""
+        self.began(order, replica, status, now)
+        return self.returned(order, replica, headers)
+
+    def began(self, order: Order, replica: Replica, status: int, now: float) -> None:
+        """9. The replica has answered."""
         trail = order.trail
         trail.phase, trail.first_byte_s = "streaming", now - trail.since
         if status < 400:
@@ -240,6 +247,10 @@ class Decisions:
         else:
             self._registry.outcome(replica, outcome_of(status), f"it answered {status}")
         self._metrics.first_byte(replica.model, trail.start, trail.first_byte_s)
+
+    def returned(self, order: Order, replica: Replica, headers: Iterable[tuple[str, str]]) -> tuple[Pairs, bool]:
+        """9. Its head, as the client shall get it, and whether the body is an event stream."""
+        trail = order.trail
         pairs, events = envelope.returned(headers, id=trail.id, start=trail.start, incarnation=replica.incarnation)
         for name in order.dialect.id_headers:
             pairs = [(other, value) for other, value in pairs if other.lower() != name]

@@ -20,6 +20,7 @@ from gateway.decisions import Decisions, Known, Order
 from gateway.errors import GatewayError
 from gateway.exchange import Head
 from gateway.life import Life
+from gateway.outbox import Outbox
 from gateway.passing import Passing
 from gateway.plain import MAX_HEAD, Plain, plain
 from gateway.proxy import Proxy
@@ -32,6 +33,11 @@ _PATIENCE_S = 1.0
 _AHEAD = 256 << 10
 """Bytes that a client may send ahead of its turn."""
 _TICK_S = 1.0
+_IDLE_S = 3630.0
+"""A connection on which nothing was asked for so long is closed; as long as on the other path."""
+_STALLED_S = 300.0
+"""A client that has not taken the end of its last answer by then is cut off."""
+_BUG = "The gateway failed; its log tells more under this request id."
 
 
 class FastPath:
@@ -44,6 +50,7 @@ class FastPath:
         self.waitroom = waitroom
         self.life = life
         self.clients: set[FastProtocol] = set()
+        self.outbox = Outbox(life)
         self.partial: dict[FastProtocol, float] = {}
         """Connections with a part of a request -> loop time at which it began."""
         self.passing: set[Passing] = set()
@@ -69,7 +76,7 @@ class FastPath:
 
     def pool(self, replica: Replica) -> Connections:
         if replica.incarnation not in self._pools:
-            self._pools[replica.incarnation] = Connections(replica)
+            self._pools[replica.incarnation] = Connections(replica, self.outbox)
         return self._pools[replica.incarnation]
 
     def retain(self, incarnations: frozenset[str]) -> None:
@@ -86,6 +93,8 @@ class FastPath:
                 client.hand_over()
             for passing in [passing for passing in self.passing if passing.deadline <= now]:
                 passing.overdue(now)
+            for client in [client for client in self.clients if client.forgotten(now)]:
+                client.abort()
             for pool in self._pools.values():
                 pool.tidy()
 
@@ -110,6 +119,7 @@ class FastProtocol(asyncio.Protocol):
 
     def __init__(self, path: FastPath, other: Callable[[], asyncio.Protocol]) -> None:
         self._path = path
+        self.outbox = path.outbox
         self._other = other
         self._buffer = b""
         self._busy = False
@@ -123,6 +133,10 @@ class FastProtocol(asyncio.Protocol):
         self._peer: str | None = None
         self._scheme = "http"
         self._paused_reading = False
+        self._since = path.loop.time()
+        """When the last request ended."""
+        self._clogged = False
+        """The client does not take what was sent: nothing more is begun, and nothing handed over."""
         self.answering: Answering | None = None
         self.transport: asyncio.Transport | None = None
 
@@ -137,7 +151,7 @@ class FastProtocol(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._buffer = self._buffer + data if self._buffer else data
-        if not self._busy:
+        if not self._busy and not self._clogged:
             self._look()
         elif len(self._buffer) > _AHEAD and not self._paused_reading and self.transport is not None:
             self._paused_reading = True
@@ -155,22 +169,26 @@ class FastProtocol(asyncio.Protocol):
             self._task.cancel()
 
     def pause_writing(self) -> None:
+        self._clogged = True
         if self.answering is not None:
             self.answering.pause()
         if self._passing is not None:
             self._passing.hold_back()
 
     def resume_writing(self) -> None:
+        self._clogged = False
         if self.answering is not None:
             self.answering.resume()
         if self._passing is not None:
             self._passing.go_on()
+        if not self._busy:
+            self._go_on()
 
     # requests
 
     def _look(self) -> None:
         """Serve what has arrived, as far as it is plain and whole."""
-        while self._buffer and not self._busy and self.transport is not None and not self.transport.is_closing():
+        while self._buffer and not (self._busy or self._clogged or self.transport is None or self.transport.is_closing()):
             end = self._buffer.find(b"\r\n\r\n", 0, MAX_HEAD + 4)
             if end < 0:
                 if len(self._buffer) > MAX_HEAD or not b"POST /".startswith(self._buffer[:6]):
@@ -192,11 +210,14 @@ class FastProtocol(asyncio.Protocol):
             self._buffer = self._buffer[whole:]
             self._path.partial.pop(self, None)
             self._begin(request, body, known)
-        if self._buffer and not self._busy:
+        if self._buffer and not self._busy and not self._clogged:
             self._path.partial.setdefault(self, self._path.loop.time())
 
     def hand_over(self) -> None:
-        """From here on the connection is the other path's."""
+        """From here on the connection is the other path's, as soon as its client has taken what was sent."""
+        self.outbox.send()
+        if self._clogged:
+            return  # the other path would not hear of it
         self._path.left(self)
         transport, self.transport = self.transport, None
         if transport is None or transport.is_closing():
@@ -237,7 +258,7 @@ class FastProtocol(asyncio.Protocol):
             logs.error("bug", error, request_id=head.id, path=request.target)
             if claim is not None:
                 claim.leave()
-            self._refuse(GatewayError("The gateway failed; its log tells more under this request id."), trail)
+            self._refuse(GatewayError(_BUG), trail)
         else:
             self._passing.begin()
 
@@ -274,7 +295,10 @@ class FastProtocol(asyncio.Protocol):
                 raise
         except Exception as error:
             logs.error("bug", error, request_id=order.head.id, path=order.head.target)
-            self.abort()
+            if answering.begun:
+                self.abort()
+            else:
+                answering.refuse(GatewayError(_BUG))
         finally:
             self._task = None
             self.ended()
@@ -283,16 +307,24 @@ class FastProtocol(asyncio.Protocol):
         """The request in hand has been answered, or cannot be."""
         self._passing = self.answering = None
         self._busy = False
+        self._since = self._path.loop.time()
         self._path.life.closed()
         transport = self.transport
         if transport is None or transport.is_closing():
             return
         if self._path.life.draining:
+            self.outbox.send()
             transport.close()
+            return
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Turn to what has come in the meantime."""
+        if self.transport is None or self.transport.is_closing():
             return
         if self._paused_reading:
             self._paused_reading = False
-            transport.resume_reading()
+            self.transport.resume_reading()
         if self._buffer:
             # Not from within the end of the last one: a client that sends many at once must not deepen the stack.
             self._path.loop.call_soon(self._next)
@@ -300,6 +332,10 @@ class FastProtocol(asyncio.Protocol):
     def _next(self) -> None:
         if not self._busy:
             self._look()
+
+    def forgotten(self, now: float) -> bool:
+        """Its client asks for nothing any more, or takes nothing."""
+        return not self._busy and now >= self._since + (_STALLED_S if self._clogged else _IDLE_S)
 
     @property
     def draining(self) -> bool:

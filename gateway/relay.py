@@ -92,6 +92,7 @@ class Relay:
                 await down.write(piece)
                 self._writing = False
                 watch.moved()
+            self._writing = True  # a client may stall at the very end, too
             await down.finish()
         finally:
             watch.stop()

@@ -246,15 +246,21 @@ class Upstreams:
 
     def __init__(self) -> None:
         self._pools: dict[str, Pool] = {}
+        self._live: frozenset[str] | None = None
+        """Incarnations that have not ended, as far as it was said."""
         self._closing: set[asyncio.Task[None]] = set()
 
     def pool(self, replica: Replica) -> Pool:
+        """Raises Unreachable: the incarnation has ended. At its address there may be another by now."""
+        if self._live is not None and replica.incarnation not in self._live:
+            raise Unreachable("the replica was stopped")
         if replica.incarnation not in self._pools:
             self._pools[replica.incarnation] = Pool(replica)
         return self._pools[replica.incarnation]
 
     def retain(self, incarnations: frozenset[str]) -> None:
         """Close the pools of all others: their engines are gone."""
+        self._live = incarnations
         for incarnation in self._pools.keys() - incarnations:
             task = asyncio.ensure_future(self._pools.pop(incarnation).close())
             self._closing.add(task)

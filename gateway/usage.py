@@ -34,6 +34,16 @@ _MOST = 10**9
 _DECODER = json.JSONDecoder()
 
 
+class _Flat(msgspec.Struct):
+    """An engine's usage object with nothing in it but numbers."""
+
+    prompt_tokens: int
+    completion_tokens: int
+
+
+_FLAT = msgspec.json.Decoder(_Flat)
+
+
 class Usage(NamedTuple):
     """Tokens of one answer."""
 
@@ -215,6 +225,17 @@ def _positions(data: bytes) -> list[int]:
 
 def _latest(data: bytes) -> Counts | None:
     """The counts in the last whole object that one of the keys names and that has any."""
+    at = data.rfind(_KEYS[0])
+    if at >= 0 and data.find(_KEYS[1]) < 0:
+        # As nearly all engines say it: once, flat, and near the end.
+        colon, end = data.find(b":", at, at + 32), data.find(b"}", at, at + _OBJECT)
+        try:
+            said = _FLAT.decode(data[colon + 1 : end + 1])
+        except (msgspec.MsgspecError, ValueError):
+            pass
+        else:
+            if 0 <= said.prompt_tokens <= _MOST and 0 <= said.completion_tokens <= _MOST:
+                return said.prompt_tokens, said.completion_tokens
     for at in reversed(_positions(data)):
         colon = data.find(b":", at, at + 32)
         document = _object(data, colon + 1) if colon >= 0 else None
@@ -239,10 +260,6 @@ def _object(data: bytes, start: int) -> dict[str, Any] | None:
 
 
 def _counts(document: dict[str, Any]) -> Counts:
-    prompt, completion = document.get("prompt_tokens"), document.get("completion_tokens")
-    if type(prompt) is int and type(completion) is int and 0 <= prompt <= _MOST and 0 <= completion <= _MOST:
-        return prompt, completion  # as nearly all engines say it
-
     def number(*names: str) -> int | None:
         """The sum of those that are there, None when the first is not."""
         values = [document.get(name) for name in names]

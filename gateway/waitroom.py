@@ -167,7 +167,8 @@ class Waitroom:
         elif claim.replica is not None:
             ticket = claim.ticket
             self.release(claim)
-            self.pump(ticket.model)
+            if ticket.model in self._queues:
+                self.pump(ticket.model)
             if ticket.tenant in self._throttled:
                 self._unblock(ticket.tenant)
 

@@ -239,6 +239,7 @@ class Served:
     client: httpx.AsyncClient
     url: str
     port: int
+    runner: web.AppRunner
 
     async def chat(self, model: str = "m", headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
         return await self.client.post(CHAT, json={"model": model, "messages": [], **fields}, headers=headers)
@@ -271,6 +272,6 @@ async def serving(store_url: str, config: Config | None = None, id: str = "gw") 
             await gateway.link.connected.wait()
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30, limits=limits) as client:
-            yield Served(gateway, client, f"http://127.0.0.1:{port}", port)
+            yield Served(gateway, client, f"http://127.0.0.1:{port}", port, runner)
     finally:
         await runner.cleanup()

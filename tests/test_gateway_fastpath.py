@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 
 import pytest
@@ -18,8 +19,21 @@ BODY = b'{"model":"m"}'
 
 async def admitted(store, served, fake, **more):
     record = await Fleet(store).admit(fake, **more)
-    await eventually(lambda: served.gateway.registry.available("m"))
+    # Without a permit the first request would wait, and take the other way.
+    await eventually(lambda: served.gateway.permits.limit(record))
     return record
+
+
+@contextlib.asynccontextmanager
+async def connection(served, **options):
+    """A client's connection, closed whatever happens."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", served.port, **options)
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
 
 
 async def answer_of(reader: asyncio.StreamReader) -> tuple[int, bytes]:
@@ -32,13 +46,12 @@ async def answer_of(reader: asyncio.StreamReader) -> tuple[int, bytes]:
 async def test_connections_are_used_again_on_both_sides(store, store_server):
     async with replica_server() as fake, serving(store_server) as served:
         await admitted(store, served, fake)
-        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
-        for _ in range(50):
-            writer.write(HEAD + b"\r\n\r\n" + BODY)
-            assert (await answer_of(reader))[0] == 200
-        assert fake.connections == 1
-        assert len(served.gateway.serving.fast.clients) == 1, "it never left the fast path"
-        writer.close()
+        async with connection(served) as (reader, writer):
+            for _ in range(50):
+                writer.write(HEAD + b"\r\n\r\n" + BODY)
+                assert (await answer_of(reader))[0] == 200
+            assert fake.connections == 1
+            assert len(served.gateway.serving.fast.clients) == 1, "it never left the fast path"
         await eventually(lambda: not served.gateway.serving.fast.clients)
 
 
@@ -69,26 +82,24 @@ async def test_bytes_that_nobody_asked_for_end_the_connection(store, store_serve
 async def test_a_connection_goes_over_to_the_other_path_and_stays_in_order(store, store_server):
     async with replica_server() as fake, serving(store_server) as served:
         await admitted(store, served, fake)
-        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
-        writer.write(HEAD + b"\r\n\r\n" + BODY)
-        writer.write(b"GET /v1/models HTTP/1.1\r\nHost: g\r\n\r\n")
-        writer.write(HEAD + b"\r\n\r\n" + BODY)
-        answers = [await answer_of(reader) for _ in range(3)]
-        assert [status for status, _ in answers] == [200, 200, 200]
-        assert json.loads(answers[1][1])["object"] == "list"
-        assert not served.gateway.serving.fast.clients
-        writer.close()
+        async with connection(served) as (reader, writer):
+            writer.write(HEAD + b"\r\n\r\n" + BODY)
+            writer.write(b"GET /v1/models HTTP/1.1\r\nHost: g\r\n\r\n")
+            writer.write(HEAD + b"\r\n\r\n" + BODY)
+            answers = [await answer_of(reader) for _ in range(3)]
+            assert [status for status, _ in answers] == [200, 200, 200]
+            assert json.loads(answers[1][1])["object"] == "list"
+            assert not served.gateway.serving.fast.clients
 
 
 async def test_half_a_request_is_handed_over_after_a_while(store, store_server):
     async with replica_server() as fake, serving(store_server) as served:
         await admitted(store, served, fake)
-        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
-        writer.write(HEAD + b"\r\n\r\n" + BODY[:5])
-        await eventually(lambda: not served.gateway.serving.fast.clients, what="the other path to have it")
-        writer.write(BODY[5:])
-        assert (await answer_of(reader))[0] == 200
-        writer.close()
+        async with connection(served) as (reader, writer):
+            writer.write(HEAD + b"\r\n\r\n" + BODY[:5])
+            await eventually(lambda: not served.gateway.serving.fast.clients, what="the other path to have it")
+            writer.write(BODY[5:])
+            assert (await answer_of(reader))[0] == 200
 
 
 async def test_a_client_that_sends_ahead_is_held_back(store, store_server):
@@ -100,16 +111,16 @@ async def test_a_client_that_sends_ahead_is_held_back(store, store_server):
 
     async with replica_server(slow) as fake, serving(store_server) as served:
         await admitted(store, served, fake)
-        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
-        writer.write((HEAD + b"\r\n\r\n" + BODY) * 40_000)
-        await eventually(lambda: fake.requests)
-        (client,) = served.gateway.serving.fast.clients
-        await eventually(lambda: client._paused_reading)
-        assert len(client._buffer) < 1 << 20
-        proceed.set()
-        for _ in range(100):
-            assert (await answer_of(reader))[0] == 200
-        writer.close()
+        async with connection(served) as (reader, writer):
+            writer.write((HEAD + b"\r\n\r\n" + BODY) * 40_000)
+            await eventually(lambda: fake.requests)
+            (client,) = served.gateway.serving.fast.clients
+            await eventually(lambda: client._paused_reading)
+            assert len(client._buffer) < 1 << 20
+            proceed.set()
+            for _ in range(100):
+                assert (await answer_of(reader))[0] == 200
+            writer.transport.abort()
         await eventually(lambda: served.counts() == (0, 0, 0))
 
 
@@ -125,16 +136,16 @@ async def test_a_reader_that_stops_stops_the_replica(store, store_server):
 
     async with replica_server(flood) as fake, serving(store_server) as served:
         await admitted(store, served, fake)
-        _, writer = await asyncio.open_connection("127.0.0.1", served.port, limit=1024)
-        body = b'{"model":"m","stream":true}'
-        writer.write(HEAD.replace(b"13", b"%d" % len(body)) + b"\r\n\r\n" + body)
-        await eventually(lambda: sent > 0)
-        before = -1
-        while before != sent:
-            before = sent
-            await asyncio.sleep(0.3)
-        assert sent < 32 << 20
-        writer.transport.abort()
+        async with connection(served, limit=1024) as (_, writer):
+            body = b'{"model":"m","stream":true}'
+            writer.write(HEAD.replace(b"13", b"%d" % len(body)) + b"\r\n\r\n" + body)
+            await eventually(lambda: sent > 0)
+            before = -1
+            while before != sent:
+                before = sent
+                await asyncio.sleep(0.3)
+            assert sent < 32 << 20
+            writer.transport.abort()
         await eventually(lambda: served.counts() == (0, 0, 0) and fake.inflight == 0, within=2)
 
 

@@ -261,8 +261,9 @@ async def test_case_28_stale_reused_connection_is_replayed_once_on_a_fresh_one(s
         exchange.writer.close()
 
     async with replica_server() as fake, serving(store_server) as served:
-        await Fleet(store).admit(fake)
-        await eventually(lambda: served.gateway.registry.available("m"))
+        record = await Fleet(store).admit(fake)
+        # Without a permit the first request would wait, and take the other path's connection.
+        await eventually(lambda: served.gateway.permits.limit(record))
         assert (await served.chat()).status_code == 200
         fake.scripts.append(slam)
         assert (await served.chat(n=2)).status_code == 200
