@@ -19,6 +19,11 @@ class RestorerError(Exception):
 
     kind: ClassVar[Kind]
 
+    @property
+    def brief(self) -> str:
+        """What clients may be told: without what engines and tools have written, which is for the operator alone."""
+        return str(self).partition("; its log ends: ")[0]
+
 
 class HostIncompatible(RestorerError):
     """The snapshot does not fit this host or the model's present settings; nothing was touched."""
@@ -54,6 +59,10 @@ class ToolFailed(RestorerError):
     def __init__(self, tool: str, rc: int, tail: str) -> None:
         self.tool, self.rc, self.tail = tool, rc, tail
         super().__init__(f"{tool} failed with status {rc}: {tail.strip() or 'it said nothing'}")
+
+    @property
+    def brief(self) -> str:
+        return f"{self.tool} failed with status {self.rc}"
 
 
 class ToolHung(RestorerError):

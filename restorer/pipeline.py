@@ -321,7 +321,7 @@ async def _give_up(attempt: Attempt, error: RestorerError) -> None:
             OperationState.FAILED,
             str(error),
             EXIT_HOST if isinstance(error, HostIncompatible) else EXIT_FAILED,
-            failure=Failure(code="restore_failed", detail=str(error), operation=claim.job.operation),
+            failure=Failure(code="restore_failed", detail=error.brief, operation=claim.job.operation),
             failure_s=host.config.restorer.failure_backoff_s,
         ),
         attempt.moved(Event.DIFFER if differs else Event.FAIL, reason=str(error)),

@@ -99,7 +99,7 @@ class Place:
         box: Any = SimpleNamespace(id=f"box-{model}", remember=lambda **_: None)
         record = Replica(id=f"{model}#0", model=model, host="host-a", incarnation=box.id, state=State.ADMITTED, fence=1)
         await self.jobs.write(record)
-        instance: Any = SimpleNamespace(box=box, pid=self.engine.pid)
+        instance: Any = SimpleNamespace(box=box, pid=self.engine.pid, engine=SimpleNamespace(gpus=0))
         self.replicas.adopt(instance, record)
         return record
 
@@ -123,7 +123,7 @@ async def place(url: str, config: Config) -> AsyncIterator[Place]:
     async def discard(box: Any) -> None:
         await made.removable.wait()
 
-    host.boxes = SimpleNamespace(discard=discard)
+    host.discard = discard
     try:
         yield made
     finally:

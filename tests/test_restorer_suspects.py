@@ -100,7 +100,7 @@ async def bench(store: Any, url: str, fake: FakeReplica, **model: Any) -> AsyncI
         news=News(),
         config=config,
         model=config.models.__getitem__,
-        boxes=SimpleNamespace(discard=discard),
+        discard=discard,
     )
     replicas = Replicas(host)
     suspects = Suspects(host, replicas)

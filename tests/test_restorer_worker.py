@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,7 +38,7 @@ class Bench:
         """An engine that runs here, whatever the store says."""
         record = Replica(id=f"{model}#0", model=model, host="host-a", incarnation="one", state=State.ADMITTED, fence=1)
         box: Any = SimpleNamespace(id="one", remember=lambda **_: None)
-        instance: Any = SimpleNamespace(box=box, pid=self.engine.pid)
+        instance: Any = SimpleNamespace(box=box, pid=self.engine.pid, engine=SimpleNamespace(gpus=0))
         self.worker._replicas.adopt(instance, record)
         return record
 
@@ -60,9 +61,11 @@ async def bench(url: str, config: Config = CONFIG, snapshots: tuple[SnapshotSumm
         config=config,
         model=config.models.__getitem__,
         summaries=lambda: snapshots,
-        snapshots=SimpleNamespace(sweep=lambda older_than_s: []),
+        snapshots=SimpleNamespace(sweep=lambda older_than_s: [], list=list, root=Path("/proc/self/fdinfo")),
         criu=None,
         capability="",
+        discard=nothing,
+        weights=SimpleNamespace(sweep=lambda used: []),
         boxes=SimpleNamespace(discard=nothing, close=nothing, fill=nothing, survivors=nothing),
     )
     operations = Operations(store, Registry(config.models), lambda model: Sharing.of(config, model))
