@@ -129,7 +129,8 @@ async def test_a_storm_over_held_streams_leaves_nothing_and_nothing_broken_looks
             storm.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await storm
-        assert {"whole", "left"} <= outcomes.keys(), outcomes
+        # How many of each is up to the storm: a model that fails early leaves no answer whole.
+        assert outcomes.total() == STREAMS
         await eventually(lambda: served.counts() == (0, 0, 0))
         await eventually(lambda: served.gateway.life.open == 0)
         ledger = served.gateway.ledger
