@@ -230,7 +230,7 @@ def _median(rounds: list[list[float]], q: float, quantile: Any) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--requests", type=int, default=8000)
+    parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--body", type=int, default=2000, help="bytes of each held body, about")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
