@@ -54,12 +54,10 @@ class Answering:
     __slots__ = (
         "_chunked",
         "_client",
-        "_closing",
         "_found",
         "_head",
         "_pending",
         "_resumed",
-        "_size",
         "begun",
         "status",
         "version",
@@ -71,7 +69,6 @@ class Answering:
         self._found = found
         self._chunked = False
         self._pending: list[bytes] = []
-        self._size = 0
         self._resumed: asyncio.Future[None] | None = None
         self.begun = False
         self.status = 0

@@ -45,8 +45,6 @@ from gateway.waitroom import Waitroom
 from policies.config import Config
 from policies.replica import Replica
 
-INFERENCE = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
-
 
 @dataclass(frozen=True, slots=True)
 class Callers:

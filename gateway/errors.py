@@ -172,6 +172,21 @@ class ShuttingDown(Unavailable):
     code = "shutting_down"
 
 
+def broke_off(reason: str) -> UpstreamError:
+    """An answer's body has no end, since its connection ended."""
+    return UpstreamError(f"The replica's answer broke off: {reason}.")
+
+
+def stood_still(idle_s: float) -> UpstreamTimeout:
+    """An answer's body has no end, since no more of it came."""
+    return UpstreamTimeout(f"The replica sent nothing more for {idle_s:g} s.")
+
+
+def took_too_long(total_s: float) -> UpstreamTimeout:
+    """An answer's body has no end, since it may not last longer."""
+    return UpstreamTimeout(f"The answer was not complete within {total_s:g} s.")
+
+
 def unfinished() -> ShuttingDown:
     """The drain was over before the answer was."""
     return ShuttingDown("This gateway stopped before the answer was complete.", retry_after_s=1.0)

@@ -242,12 +242,12 @@ class FastProtocol(asyncio.Protocol):
         try:
             order = decide.prepare(head, request.found, body, trail, known)
             if not decide.charge(order):
-                self._carry(order, None)
+                self.carry(order, None)
                 return
             claim = path.waitroom.claim(order.ticket)
             path.waitroom.enter(claim)
             if claim.replica is None:
-                self._carry(order, claim)
+                self.carry(order, claim)
                 return
             self._passing = Passing(path, self, order, claim)
         except Refused as refused:
@@ -269,16 +269,12 @@ class FastProtocol(asyncio.Protocol):
         self._path.decide.account(trail)
         self.ended()
 
-    def _carry(self, order: Order, claim: Claim | None) -> None:
-        """Go on in a task: it has to wait."""
+    def carry(self, order: Order, claim: Claim | None) -> None:
+        """Go on in a task: it has to wait, or to be sent elsewhere."""
         self._passing, self._under_way = None, False
         self._task = task = self._path.loop.create_task(self._carried(order, claim))
         self._path.tasks.add(task)
         task.add_done_callback(self._path.tasks.discard)
-
-    def carry(self, order: Order, claim: Claim) -> None:
-        """The exchange could not reach its replica; its claim waits again, or has another."""
-        self._carry(order, claim)
 
     async def _carried(self, order: Order, claim: Claim | None) -> None:
         assert self.answering is not None

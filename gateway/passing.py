@@ -121,11 +121,8 @@ class Passing:
             shape = self._pool.shape = Shape(key, pairs, events)
         self._frames = Frames() if shape.events else None
         self._meter = meter(shape.kind, shape.encoding)
-        self._moved = now
-        self.deadline = now + order.spec.idle_body_timeout_s
-        if order.spec.total_timeout_s is not None:
-            self.deadline = min(self.deadline, now + order.spec.total_timeout_s)
-        self._since = now
+        self._since = self._moved = now
+        self.deadline = self._due()
         self._answering.begin_with(status, shape.head(order.trail.id, length), chunked=shape.chunked)
 
     def body(self, piece: bytes) -> None:
@@ -155,7 +152,7 @@ class Passing:
             self._path.decide.replayed(self._order)
             self._connect()
         elif isinstance(error, Truncated):
-            self._cut(errors.UpstreamError(f"The replica's answer broke off: {error}."), blame=True)
+            self._cut(errors.broke_off(str(error)), blame=True)
         else:
             self._give_up(self._path.decide.broken(self._replica, str(error)))
 
@@ -167,19 +164,21 @@ class Passing:
             return
         total = spec.total_timeout_s
         if total is not None and now >= self._since + total:
-            self._cut(errors.UpstreamTimeout(f"The answer was not complete within {total:g} s."), blame=False)
+            self._cut(errors.took_too_long(total), blame=False)
         elif now >= self._moved + spec.idle_body_timeout_s:
             if self._held_back:
                 self._order.trail.code = "client_stalled"
                 self._client.abort()
             else:
-                self._cut(
-                    errors.UpstreamTimeout(f"The replica sent nothing more for {spec.idle_body_timeout_s:g} s."), blame=True
-                )
+                self._cut(errors.stood_still(spec.idle_body_timeout_s), blame=True)
         else:
-            self.deadline = self._moved + spec.idle_body_timeout_s
-            if total is not None:
-                self.deadline = min(self.deadline, self._since + total)
+            self.deadline = self._due()
+
+    def _due(self) -> float:
+        """When a body that does not move again, or never ends, is overdue."""
+        spec = self._order.spec
+        due = self._moved + spec.idle_body_timeout_s
+        return due if spec.total_timeout_s is None else min(due, self._since + spec.total_timeout_s)
 
     def shut_down(self) -> None:
         """The gateway ends before the answer does."""

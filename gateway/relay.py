@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from gateway import usage
+from gateway import errors, usage
 from gateway.downstream import Downstream
-from gateway.errors import GatewayError, UpstreamError, UpstreamTimeout, unfinished
+from gateway.errors import GatewayError
 from gateway.trail import Trail
 from gateway.upstream import Answer, Truncated
 from gateway.watch import Watch
@@ -105,13 +105,13 @@ class Relay:
     def failure(self, error: Truncated) -> GatewayError:
         """What the client is told when :meth:`run` raised ``error``."""
         if self._stopped:
-            return unfinished()
+            return errors.unfinished()
         expired = self._watch.expired if self._watch is not None else None
         if expired == "idle":
-            return UpstreamTimeout(f"The replica sent nothing more for {self._model.idle_body_timeout_s:g} s.")
-        if expired == "total":
-            return UpstreamTimeout(f"The answer was not complete within {self._model.total_timeout_s:g} s.")
-        return UpstreamError(f"The replica's answer broke off: {error}.")
+            return errors.stood_still(self._model.idle_body_timeout_s)
+        if expired == "total" and self._model.total_timeout_s is not None:
+            return errors.took_too_long(self._model.total_timeout_s)
+        return errors.broke_off(str(error))
 
     def shut_down(self) -> None:
         """The gateway ends before the body does."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from policies.manifest import Exchange, GpuState, Manifest, MappedFile, Profile
 from restorer import canary, gpustate, inventory, pages
 from restorer.box import Box
+from restorer.criu import GHOST_LIMIT
 from restorer.errors import CanaryDiffers, EngineDied, SnapshotError
 from restorer.files import disk_space
 from restorer.host import Host
@@ -27,7 +28,6 @@ from restorer.stages import Stages
 _QUIET_S = 10.0
 _MANY_CORES = 8
 """From so many on, and for engines on a GPU, memory is filled by many threads rather than by CRIU; with few it gains nothing."""
-GHOST_LIMIT = 256 << 20
 
 
 async def capture(

@@ -13,7 +13,9 @@ from pathlib import Path
 from restorer.box import Box, Output
 from restorer.errors import Environment, ToolFailed
 
-COMMON = ("--file-locks", "--link-remap", "--ghost-limit", "256M", "--manage-cgroups=ignore", "-v1")
+GHOST_LIMIT = 256 << 20
+"""Bytes up to which an open file that has no name any more is put into the images."""
+COMMON = ("--file-locks", "--link-remap", "--ghost-limit", f"{GHOST_LIMIT >> 20}M", "--manage-cgroups=ignore", "-v1")
 """Options of every dump and restore. cgroups are the host's business, not the snapshot's."""
 
 

@@ -45,7 +45,7 @@ class HttpEngine:
         model: its settings.
     """
 
-    dump_options: ClassVar[tuple[str, ...]] = (*_TCP_INSIDE, "--link-remap", "--ghost-limit", "256M")
+    dump_options: ClassVar[tuple[str, ...]] = _TCP_INSIDE
     """CRIU's options for a dump, besides those every engine gets."""
     most_gpus: ClassVar[int] = 1
     """GPUs with which one of its replicas has been seen to survive a checkpoint."""
