@@ -187,7 +187,7 @@ async def test_a_client_that_leaves_before_its_task_has_begun_leaves_nothing(
     store: redis_asyncio.Redis, store_server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A task that is cancelled before its first step never enters its coroutine, so nothing in it could give anything back."""
-    carry = FastProtocol._carry
+    carry = FastProtocol.carry
 
     def carried_and_lost(self: FastProtocol, *args: Any) -> None:
         transport = self.transport
@@ -196,7 +196,7 @@ async def test_a_client_that_leaves_before_its_task_has_begun_leaves_nothing(
         assert isinstance(transport, asyncio.Transport)
         transport.abort()
 
-    monkeypatch.setattr(FastProtocol, "_carry", carried_and_lost)
+    monkeypatch.setattr(FastProtocol, "carry", carried_and_lost)
     async with serving(store_server) as served:
         for _ in range(3):
             with pytest.raises(httpx.TransportError):
