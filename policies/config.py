@@ -56,6 +56,8 @@ class Engine(Section):
 
     kind: Literal["llama-server", "vllm", "sglang", "http"]
     """Which adapter speaks to it; ``http`` is any server with an OpenAI-compatible ``/v1/completions``."""
+    backend: Literal["criu", "cold"] = "criu"
+    """How its replicas are had: ``criu`` restores them from snapshots; ``cold`` starts each by its command."""
     command: Annotated[tuple[str, ...], Field(min_length=1)]
     """argv; the first element is an absolute path. The engine must listen on 0.0.0.0 at :attr:`port`."""
     env: Mapping[str, str] = {}
