@@ -16,6 +16,7 @@ from pydantic import AfterValidator, Field, JsonValue, ValidationError, field_va
 from policies.balance import Balance
 from policies.groups import Group
 from policies.holding import Bounds, Hold
+from policies.reading import Restore
 from policies.scalars import Bytes, Count, PositiveSeconds, Seconds, Section
 from policies.schedule import Window
 from policies.tenancy import Tenant
@@ -150,6 +151,7 @@ class Model(Section):
     total_timeout_s: PositiveSeconds | None = None
     """From dispatch to the end of the response; None: for as long as it moves."""
     snapshot: SnapshotPolicy = SnapshotPolicy()
+    restore: Restore = Restore()
     canary: Canary = Canary()
 
     @model_validator(mode="after")

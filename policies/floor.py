@@ -46,16 +46,6 @@ class Rates(BaseModel):
         return Rates(**{**found, "spawn_s": min(self.spawn_s, other.spawn_s)})
 
 
-def direct_pays(rates: Rates | None) -> bool:
-    """Whether cold memory is better read past the page cache. Unmeasured: it is, since it takes no memory twice."""
-    return rates is None or rates.disk >= 0.9 * rates.disk_cached
-
-
-def huge_pays(rates: Rates | None) -> bool:
-    """Whether big memory is better put into huge pages. Unmeasured: it is, as on most hosts."""
-    return rates is None or rates.fill_huge >= rates.fill
-
-
 @dataclass(frozen=True, slots=True)
 class _Work:
     """Seconds that a stage keeps the disk busy, and seconds of everything else that it has to do."""

@@ -111,6 +111,10 @@ class MappedFile(_Record):
     path: str
     bytes: int
     sha256: str
+    touched: int | None = None
+    """Bytes of it that the rehearsal's canary touched; None: there was no rehearsal."""
+
+    OPTIONAL = frozenset({"touched"})
 
 
 class Exchange(_Record):
@@ -195,8 +199,10 @@ class Manifest(_Record):
     """Bytes handed to the file system while it was made."""
     gpu: GpuState | None = None
     """None: the engine used no GPU."""
+    canary_s: float | None = None
+    """Seconds in which the donor itself answered its canary."""
 
-    OPTIONAL = frozenset({"gpu"})
+    OPTIONAL = frozenset({"gpu", "canary_s"})
 
     @property
     def id(self) -> str:

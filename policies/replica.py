@@ -152,6 +152,8 @@ class Replica(BaseModel):
     stages: tuple[Stage, ...] = ()
     took_s: float | None = None
     """From its job's claim to its admission, in seconds."""
+    choices: tuple[str, ...] = ()
+    """How its snapshot was read, and why so."""
     floor_s: float | None = None
     """What a restore of it takes at the least on its host, in seconds; see :mod:`policies.floor`. None: unknown."""
     updated_ms: int = 0
