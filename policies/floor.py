@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict
 
+from policies.manifest import Manifest
 from policies.replica import Replica, Stage
 
 _TOLD = 0.02
@@ -58,9 +59,7 @@ class _Work:
         return max(self.disk_s, self.rest_s)
 
 
-def judged(
-    stages: Sequence[Stage], rates: Rates, *, canary_s: float | None, apart_bytes: int = 0
-) -> tuple[tuple[Stage, ...], float]:
+def judged(stages: Sequence[Stage], rates: Rates, *, canary_s: float | None, apart_bytes: int = 0) -> tuple[list[Stage], float]:
     """(a restore's stages, each with its floor; the floor of all of it, in seconds).
 
     Args:
@@ -68,9 +67,31 @@ def judged(
         apart_bytes: of the largest share of weights that goes to one GPU beside everything else.
     """
     works = [_work(stage, rates, canary_s or 0.0) for stage in stages]
-    found = tuple(stage.model_copy(update={"floor_s": round(work.floor_s, 6)}) for stage, work in zip(stages, works, strict=True))
+    found = [stage.model_copy(update={"floor_s": round(work.floor_s, 6)}) for stage, work in zip(stages, works, strict=True)]
     apart_s = apart_bytes / rates.pcie if rates.pcie else 0.0
     return found, round(max(sum(work.disk_s for work in works), sum(work.rest_s for work in works), apart_s), 6)
+
+
+def forecast_s(manifest: Manifest, rates: Rates, *, cached: float) -> float:
+    """The floor of a restore that nobody has made yet, in seconds.
+
+    Args:
+        cached: share of what it reads that lies in the page cache.
+    """
+    touched = sum(file.touched or 0 for file in manifest.files)
+    gpu = manifest.gpu
+    stages = [
+        Stage(name="restore processes", seconds=0.0),
+        Stage(name="fill memory", seconds=0.0, bytes=manifest.bytes, cached=cached),
+        Stage(name="restore GPU", seconds=0.0, bytes=gpu.state_bytes if gpu else 0),
+        Stage(name="canary", seconds=0.0, bytes=touched, cached=cached),
+    ]
+    return judged(stages, rates, canary_s=manifest.canary_s, apart_bytes=apart_bytes(manifest))[1]
+
+
+def apart_bytes(manifest: Manifest) -> int:
+    """Of the largest share of weights that goes to one GPU beside everything else."""
+    return max((weights.bytes for weights in manifest.gpu.weights), default=0) if manifest.gpu else 0
 
 
 def _work(stage: Stage, rates: Rates, canary_s: float) -> _Work:

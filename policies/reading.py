@@ -22,7 +22,7 @@ class Restore(Section):
     """How snapshots of a model are read when they are restored."""
 
     read: Literal["auto", "direct", "cached"] = "auto"
-    """Big memory that is not in the page cache: ``direct`` past it, ``cached`` through it, ``auto`` as was measured to be faster."""
+    """Big memory that is not in the page cache: ``direct`` past it, ``cached`` through it, ``auto`` as measured."""
     prefetch: Literal["auto", "on", "off"] = "auto"
     """Read big files that the engine maps while it is restored. ``auto``: those of which the rehearsal's canary touched half."""
 
@@ -41,7 +41,8 @@ def direct(settings: Restore, rates: Rates | None) -> Choice:
         return Choice(settings.read == "direct", f"restore.read is {settings.read}")
     if rates is None:
         return Choice(True, "this host has not been measured yet")
-    return Choice(rates.disk >= rates.disk_cached, f"{_rate(rates.disk)} past the page cache, {_rate(rates.disk_cached)} through it")
+    why = f"{_rate(rates.disk)} past the page cache, {_rate(rates.disk_cached)} through it"
+    return Choice(rates.disk >= rates.disk_cached, why)
 
 
 def huge(rates: Rates | None) -> Choice:

@@ -103,13 +103,15 @@ class Filling:
     def _share(self, number: int, pids: Mapping[int, int]) -> None:
         with mmap.mmap(-1, BATCH_BYTES) as buffer:
             first = ctypes.c_char.from_buffer(buffer)
-            for batch in self._batches[number :: self._threads]:
-                if self._stopped.is_set():
-                    break
-                batch.source.read(batch, buffer)
-                _write(pids[batch.pid], batch, ctypes.addressof(first) - batch.start)
-            # The mapping cannot be closed while something points into it.
-            del first
+            try:
+                for batch in self._batches[number :: self._threads]:
+                    if self._stopped.is_set():
+                        break
+                    batch.source.read(batch, buffer)
+                    _write(pids[batch.pid], batch, ctypes.addressof(first) - batch.start)
+            finally:
+                # The buffer cannot be closed while something points into it.
+                del first
 
     def stop(self) -> None:
         """Begin nothing any more: a step under way ends with what it has done. At once; idempotent."""

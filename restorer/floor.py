@@ -12,6 +12,7 @@ import concurrent.futures
 import contextlib
 import ctypes
 import json
+import logging
 import mmap
 import os
 import platform
@@ -19,14 +20,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from policies.floor import Rates
-from restorer.errors import Environment, ToolFailed, ToolHung
+from restorer.errors import Environment, RestorerError, ToolFailed, ToolHung
 from restorer.files import disk_space, write_durable
+
+log = logging.getLogger("rewake.restorer")
 
 FILE = "rates.json"
 DEADLINE_S = 30.0
@@ -39,6 +42,33 @@ _READERS = (1, 4)
 _SPAWN = ("unshare", "--pid", "--mount", "--ipc", "--uts", "--net", "--fork", "--kill-child", "--mount-proc", "true")
 _PACKAGES = str(Path(__file__).resolve().parents[1])
 _THREADS = min(16, os.cpu_count() or 1)
+
+
+class Speed:
+    """How fast this host is, as far as is known; measured once, when somebody first needs it.
+
+    Args:
+        state_dir: on the disk whose speed counts.
+        pcie: asks the driver for bytes a second from pinned memory to the slowest GPU; None: there is none.
+    """
+
+    def __init__(self, state_dir: Path, pcie: Callable[[], Awaitable[float | None]]) -> None:
+        self._state_dir, self._pcie = state_dir, pcie
+        self.rates = known(state_dir)
+        """None: not measured yet, or not to be had."""
+        self._lock = asyncio.Lock()
+        self._tried = False
+
+    async def measured(self) -> Rates | None:
+        """The rates, measured now if they are not known; None when that failed, which is logged and not tried again."""
+        async with self._lock:
+            if self.rates is None and not self._tried:
+                self._tried = True
+                try:
+                    self.rates = await measure(self._state_dir, pcie=await self._pcie())
+                except RestorerError as error:
+                    log.warning("floors of restores will not be told: %s", error)
+        return self.rates
 
 
 def known(state_dir: Path) -> Rates | None:

@@ -151,9 +151,7 @@ async def resurrect(
 
 
 @contextlib.asynccontextmanager
-async def _filling(
-    bulk: pages.Bulk | None, direct: bool
-) -> AsyncIterator[tuple[filling.Filling | None, asyncio.Future[None]]]:
+async def _filling(bulk: pages.Bulk | None, direct: bool) -> AsyncIterator[tuple[filling.Filling | None, asyncio.Future[None]]]:
     """What puts big memory back, and the first step of it under way; nothing of it is left when this ends."""
     if bulk is None:
         yield None, asyncio.get_running_loop().create_future()

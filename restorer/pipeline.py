@@ -10,11 +10,12 @@ import asyncio
 import time
 from typing import Any
 
+from policies import floor, reading
 from policies.compat import Mismatch
 from policies.manifest import GpuState, Manifest
 from policies.replica import Event, Replica, State, advance
 from policies.wire import Failure, JobKind, OperationState
-from restorer import canary, gpustate
+from restorer import canary, gpustate, prefetch
 from restorer.box import Box
 from restorer.capture import capture
 from restorer.engines import HttpEngine, adapter
@@ -35,6 +36,7 @@ from restorer.host import Host, Match, log
 from restorer.instance import Instance, connect, ignite, last_words
 from restorer.integrity import verify_files
 from restorer.jobs import Claim, LeaseLost, Outcome, StoreUnavailable, demand
+from restorer.prefetch import Touched
 from restorer.replicas import Replicas
 from restorer.stages import Stages
 from restorer.suspended import Suspended
@@ -81,6 +83,15 @@ class Attempt:
         record = self.record.model_copy(update={"updated_ms": time.time_ns() // 1_000_000, **changes})
         await self.host.jobs.write(record, self.claim)
         self.record = record
+
+    def judge(self, manifest: Manifest) -> None:
+        """Say in the record what the least would have been, and how the snapshot was read."""
+        rates, chosen = self.host.rates, reading.choices(self.engine.model.restore, manifest, self.host.rates)
+        self.record = self.record.model_copy(update={"choices": chosen})
+        if rates is not None:
+            apart = floor.apart_bytes(manifest)
+            self.stages.done, floor_s = floor.judged(self.stages.done, rates, canary_s=manifest.canary_s, apart_bytes=apart)
+            self.record = self.record.model_copy(update={"floor_s": floor_s})
 
     async def still_wanted(self) -> None:
         """The last exit before the point of no return; raises Cancelled when demand asked for this and is gone."""
@@ -165,9 +176,15 @@ async def _resumed(attempt: Attempt, match: Match, manifest: Manifest, suspended
         raise
 
 
-async def _proved(attempt: Attempt, instance: Instance, manifest: Manifest) -> None:
-    """It repeats the donor's answers; raises CanaryDiffers otherwise."""
-    with attempt.stages.timed("canary"):
+async def _proved(attempt: Attempt, instance: Instance, manifest: Manifest, touched: Touched | None = None) -> None:
+    """It repeats the donor's answers; raises CanaryDiffers otherwise.
+
+    Args:
+        touched: what of mapped files that takes, and where it lay when the restore began.
+    """
+    with attempt.stages.timed("canary") as stage:
+        if touched is not None and touched.bytes:
+            stage.of(round(touched.bytes * touched.cached), touched.bytes)
         async with connect(instance) as client:
             verdict = await canary.check(client, attempt.engine, manifest.canary)
     if not verdict.equal:
@@ -205,9 +222,13 @@ async def _restored(attempt: Attempt, manifest: Manifest) -> Instance:
             # A suspended engine was tried first, and the point of no return is passed.
             await attempt.amend(**changes)
         folder = host.snapshots.folder(manifest.id)
-        instance = await gpustate.revive(host, box, attempt.engine, manifest, folder, attempt.stages, placement)
-        await attempt.advance(Event.UP)
-        await _proved(attempt, instance, manifest)
+        files, _ = reading.ahead(attempt.engine.model.restore, manifest.files)
+        touched = await asyncio.to_thread(prefetch.look, manifest.files)
+        async with prefetch.beside(files):
+            instance = await gpustate.revive(host, box, attempt.engine, manifest, folder, attempt.stages, placement)
+            await attempt.advance(Event.UP)
+            await _proved(attempt, instance, manifest, touched)
+        attempt.judge(manifest)
         return instance
     except (EngineDied, EngineNotReady) as error:
         words = last_words(box)
@@ -288,7 +309,10 @@ async def _cold(attempt: Attempt, match: Match, event: Event, why: str) -> Insta
 
 async def _admit(attempt: Attempt, instance: Instance, replicas: Replicas) -> None:
     """Open traffic: one write makes the record ADMITTED and the job settled."""
-    admitted = attempt.moved(Event.ADMIT, address=instance.box.address)
+    took_s = round(attempt.stages.elapsed_s, 6)
+    admitted = attempt.moved(Event.ADMIT, address=instance.box.address, took_s=took_s)
+    if (account := floor.account(admitted)) is not None:
+        log.info("%s was restored: %s", admitted.id, account.text)
     try:
         # First on this host's disk, so that a restorer that dies here finds an engine that it may or may not adopt.
         instance.box.remember(record=admitted.model_dump(mode="json"), inner_pid=instance.inner_pid)

@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from typing import Any
 
+from policies.floor import Rates
 from policies.wire import HostReport, JobKind, OperationState
 from restorer import pipeline
 from restorer.errors import Cancelled, RestorerError
@@ -35,6 +37,7 @@ class Worker:
         self._jobs: set[asyncio.Task[None]] = set()
         self._starting = 0
         self._due = asyncio.Event()
+        self._measuring: asyncio.Task[Rates | None] | None = None
 
     async def run(self, stop: asyncio.Event) -> None:
         """Work until ``stop`` is set; then undo and stop everything."""
@@ -49,9 +52,10 @@ class Worker:
                 task.result()
         finally:
             waiter.cancel()
-            for task in [*loops, *self._jobs]:
+            ending: list[asyncio.Task[Any]] = [*loops, *self._jobs, *([self._measuring] if self._measuring else [])]
+            for task in ending:
                 task.cancel()
-            await asyncio.gather(*loops, *self._jobs, return_exceptions=True)
+            await asyncio.gather(*ending, return_exceptions=True)
             await self._suspects.close()
             await self._replicas.stop_all(reason="the restorer was stopped", drain_s=_STOP_DRAIN_S)
             await host.boxes.close()
@@ -206,10 +210,18 @@ class Worker:
                 await self._replicas.park_idle()
                 await self._suspects.look()
                 await self._replicas.suspended.expire()
+                if summaries and not self._jobs:
+                    self._measure()
             except StoreUnavailable as error:
                 log.warning("%s", error)
             tick += 1
             await asyncio.sleep(_TICK_S)
+
+    def _measure(self) -> None:
+        """How fast this host is, if that is not known: whoever restores next would like to know, and nobody waits for it now."""
+        speed = self._host.speed
+        if self._measuring is None and speed is not None and speed.rates is None:
+            self._measuring = asyncio.create_task(speed.measured())
 
     async def _forget_stages(self, snapshots: set[str]) -> None:
         """How long starts from a snapshot took is of no use when it is gone."""

@@ -66,6 +66,7 @@ async def bench(url: str, config: Config = CONFIG, snapshots: tuple[SnapshotSumm
         capability="",
         discard=nothing,
         weights=SimpleNamespace(sweep=lambda used: []),
+        speed=None,
         boxes=SimpleNamespace(discard=nothing, close=nothing, fill=nothing, survivors=nothing),
     )
     operations = Operations(store, Registry(config.models), lambda model: Sharing.of(config, model))
