@@ -25,6 +25,8 @@ from restorer.errors import RestorerError
 from restorer.gpus import Gpus
 from restorer.jobs import JobStore
 from restorer.probes import MINIMUM_CRIU
+from restorer.progress import ProgressBoard
+from restorer.remains import Remains
 from restorer.snapshots import SnapshotStore
 from restorer.stamps import Stamps
 from restorer.weights import WeightsStore
@@ -88,6 +90,8 @@ class Host:
     """None: CRIU does not work here, so every start is a cold one."""
     capability: str
     """How CRIU was found, or what is missing."""
+    progress: ProgressBoard
+    remains: Remains
     news: News = field(default_factory=News)
     _gone: dict[str, Model] = field(default_factory=dict)
     """The last settings of models that the configuration has no more: their replicas still have to end."""
@@ -126,6 +130,7 @@ class Host:
         except RestorerError as error:
             log.warning("box %s is ended without a checkpoint of its GPU state: %s", box.id, error)
         finally:
+            await asyncio.to_thread(self.remains.keep, box)
             await self.boxes.discard(box)
             self.gpus.release(box.id)
 
@@ -167,6 +172,8 @@ def _summary(manifest: Manifest, match: Match | RestorerError | None, quarantine
         fits=not reasons and quarantined is None,
         quarantined=quarantined,
         mismatches=tuple(reasons),
+        engine=manifest.profile.engine,
+        cold_start_s=manifest.cold_start_s,
     )
 
 
@@ -179,10 +186,11 @@ def build(config: Config, store_url: str) -> Host:
     stamps = Stamps(state / "stamps.json")
     name = socket.gethostname()
     helper = Cuda(cuda.command(config.restorer.gpu_helper))
+    jobs = JobStore(store_url, config.store.namespace, name)
     return Host(
         config=config,
         name=name,
-        jobs=JobStore(store_url, config.store.namespace, name),
+        jobs=jobs,
         boxes=BoxFactory(run_dir=run, state_dir=state, network=config.restorer.network, spare=config.restorer.parallel_starts),
         stamps=stamps,
         snapshots=SnapshotStore(state / "snapshots", stamps),
@@ -192,6 +200,8 @@ def build(config: Config, store_url: str) -> Host:
         facts=hostfacts.probe(binary),
         criu=None if binary is None else Criu(binary, config.restorer.criu_timeout_s),
         capability=capability,
+        progress=ProgressBoard(jobs),
+        remains=Remains(state / "ended"),
     )
 
 
