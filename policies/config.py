@@ -19,6 +19,7 @@ from policies.holding import Bounds, Hold
 from policies.scalars import Bytes, Count, PositiveSeconds, Seconds, Section
 from policies.schedule import Window
 from policies.tenancy import Tenant
+from policies.trust import Trust
 
 _MODEL_NAME = re.compile(r"[^\s\x00-\x1f\x7f#]{1,200}")
 
@@ -246,6 +247,7 @@ class Config(Section):
     tenants: Mapping[str, Tenant] = {}
     """Who may ask. None: there are no API keys and everybody is one tenant."""
     groups: Mapping[str, Group] = {}
+    trust: Trust = Trust()
     state_dir: Annotated[str, Field(pattern="^/")] = "/var/lib/rewake"
     """Snapshots, engine logs and verification stamps; on a disk with room for them."""
     run_dir: Annotated[str, Field(pattern="^/")] = "/run/rewake"

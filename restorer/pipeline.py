@@ -176,7 +176,7 @@ async def _proved(attempt: Attempt, instance: Instance, manifest: Manifest) -> N
 async def _restored_or_cold(attempt: Attempt, match: Match, manifest: Manifest) -> Instance:
     host, claim = attempt.host, attempt.claim
     try:
-        return await _restored(attempt, manifest)
+        return await _restored(attempt, match, manifest)
     except (Cancelled, LeaseLost, StoreUnavailable):
         raise
     except RestorerError as error:
@@ -189,10 +189,12 @@ async def _restored_or_cold(attempt: Attempt, match: Match, manifest: Manifest) 
         return await _cold(attempt, match, event, f"restore of snapshot {manifest.id} failed: {error}")
 
 
-async def _restored(attempt: Attempt, manifest: Manifest) -> Instance:
+async def _restored(attempt: Attempt, match: Match, manifest: Manifest) -> Instance:
     """An engine out of a snapshot that has repeated its donor's answers; or nothing, and the reason raised."""
     host = attempt.host
     assert host.criu is not None
+    for mismatch in match.allowed:
+        log.warning("snapshot %s is restored all the same: %s", manifest.id, mismatch)
     await _verify_bytes(attempt, manifest)
     box = await host.boxes.take()
     try:
@@ -245,7 +247,7 @@ async def _verify_bytes(attempt: Attempt, manifest: Manifest) -> None:
     host = attempt.host
     with attempt.stages.timed("verify bytes") as stage:
         stage.bytes = manifest.bytes
-        faults = list(await asyncio.to_thread(host.snapshots.verify, manifest.id, full=False))
+        faults = list(await asyncio.to_thread(host.snapshots.verify, manifest, full=False))
         if manifest.gpu is not None:
             faults += await asyncio.to_thread(host.weights.verify, manifest.gpu.weights)
         if faults:

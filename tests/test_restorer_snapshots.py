@@ -266,7 +266,7 @@ def test_sweep_removes_debris_but_neither_snapshots_nor_work_in_progress(store: 
     (store.folder(half.id) / "manifest.json").unlink()
     later = store.root / ("ab" * 8)
     later.mkdir()
-    (later / "manifest.json").write_text('{"format": 2}')
+    (later / "manifest.json").write_text('{"format": 3}')
     abandoned = store.root / ".staging-dead"
     abandoned.mkdir()
     with store.stage() as staging:
