@@ -13,7 +13,9 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model_serializer
 
 FORMAT = 2
-"""Manifest format of what is made now; a reader refuses a format it does not know. 2 added fields to 1, which is still read."""
+"""Manifest format that is written."""
+FORMATS = frozenset({1, 2})
+"""Those that are read; any other is refused. Format 1 has no list of chunks: such a snapshot can be restored, but not copied."""
 
 
 class _Record(BaseModel):
@@ -166,6 +168,15 @@ class SnapshotObject(_Record):
     mode: int = 0o400
 
 
+class ChunkIndex(_Record):
+    """The list of the objects' chunks, which lies beside the manifest: it would be most of it."""
+
+    sha256: str
+    bytes: int
+    count: int
+    """Chunks of all objects together."""
+
+
 class MappedFile(_Record):
     """A file outside the snapshot that the engine had mapped or open: it must be there again, unchanged."""
 
@@ -269,7 +280,10 @@ class Manifest(_Record):
     model_revision: str | None = None
     """The revision that the paths of the weights name; only shown: what is compared are their hashes."""
 
-    OPTIONAL = frozenset({"gpu", "needs", "secrets", "engine_version", "model_revision"})
+    chunks: ChunkIndex | None = None
+    """None: made as format 1, before there were lists of chunks."""
+
+    OPTIONAL = frozenset({"gpu", "needs", "secrets", "engine_version", "model_revision", "chunks"})
 
     @property
     def id(self) -> str:

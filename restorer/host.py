@@ -10,6 +10,7 @@ import re
 import shutil
 import socket
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,12 +18,14 @@ from policies import compat
 from policies.config import Config, Model
 from policies.manifest import HostFacts, Manifest, Profile
 from policies.wire import SnapshotSummary
-from restorer import cuda, hostfacts, inventory, profile
+from restorer import backends, cuda, hostfacts, inventory, profile
+from restorer.backend import Backend
 from restorer.box import Box, BoxFactory
 from restorer.criu import Criu
 from restorer.cuda import Cuda
 from restorer.errors import RestorerError
 from restorer.gpus import Gpus
+from restorer.integrity import MANIFEST
 from restorer.jobs import JobStore
 from restorer.ownership import way_to
 from restorer.probes import MINIMUM_CRIU
@@ -95,6 +98,8 @@ class Host:
     """How CRIU was found, or what is missing."""
     judge: Judge
     """What signatures are worth under the configuration in force."""
+    backends: Mapping[str, Backend] = field(default_factory=dict)
+    """By their names."""
     news: News = field(default_factory=News)
     _gone: dict[str, Model] = field(default_factory=dict)
     """The last settings of models that the configuration has no more: their replicas still have to end."""
@@ -103,6 +108,10 @@ class Host:
         """Settings of a model that the configuration has, or had while this process ran."""
         found = self.config.models.get(name)
         return self._gone[name] if found is None else found
+
+    def backend(self, name: str) -> Backend:
+        """The backend of a model."""
+        return self.backends[self.model(name).engine.backend]
 
     def adopt(self, config: Config) -> None:
         """Put another configuration in force."""
@@ -153,8 +162,9 @@ class Host:
 
         Blocks; cheap when nothing has changed.
         """
-        found = [compat.Mismatch(one.path, "writable by us alone", one.found, one.remedy) for one in way_to(self.snapshots.root)]
-        verdict = self.judge.judge(self.snapshots.folder(manifest.id), manifest)
+        folder = self.snapshots.folder(manifest.id)
+        found = [compat.Mismatch(one.path, "writable by us alone", one.found, one.remedy) for one in way_to(folder / MANIFEST)]
+        verdict = self.judge.judge(folder, manifest)
         if verdict.mismatch is not None and not verdict.allowed:
             found.append(verdict.mismatch)
         return found
@@ -208,6 +218,7 @@ def build(config: Config, store_url: str) -> Host:
     name = socket.gethostname()
     judge = judge_of(config)
     helper = Cuda(cuda.command(config.restorer.gpu_helper))
+    criu = None if binary is None else Criu(binary, config.restorer.criu_timeout_s)
     return Host(
         config=config,
         name=name,
@@ -219,9 +230,10 @@ def build(config: Config, store_url: str) -> Host:
         cuda=helper,
         gpus=Gpus(helper, None),
         facts=hostfacts.probe(binary),
-        criu=None if binary is None else Criu(binary, config.restorer.criu_timeout_s),
+        criu=criu,
         capability=capability,
         judge=judge,
+        backends=backends.build(criu, capability),
     )
 
 

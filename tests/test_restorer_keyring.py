@@ -15,8 +15,9 @@ from test_restorer_snapshots import committed, draft, edit, fill
 from policies.manifest import canonical
 from policies.trust import Trust, judge
 from restorer import keyring, signatures
-from restorer.errors import Environment, SnapshotError
+from restorer.errors import Environment
 from restorer.keyring import KeyRing
+from restorer.ownership import way_to
 from restorer.signatures import Judge
 from restorer.snapshots import SnapshotStore
 from restorer.stamps import Stamps
@@ -302,14 +303,18 @@ def test_openssl_checks_our_signatures_and_we_its(tmp_path: Path, keys: Path) ->
     assert Judge(other).judge(folder, manifest).state == "signed"
 
 
-def test_manifests_that_others_can_write_are_not_read(tmp_path: Path, keys: Path) -> None:
+def test_a_manifest_that_others_can_write_is_a_fault_and_no_debris(tmp_path: Path, keys: Path) -> None:
     snapshots = store(tmp_path, ring(keys, signs="a"))
     manifest = committed(snapshots)
     path = snapshots.folder(manifest.id) / "manifest.json"
     path.chmod(0o664)
-    with pytest.raises(SnapshotError, match=f"chmod go-w {path}"):
-        snapshots.load(manifest.id)
-    assert snapshots.list() == []
+    assert [str(fault) for fault in snapshots.verify(manifest.id, full=False)] == [
+        "manifest.json: expected writable by its owner alone, found mode 0664"
+    ]
+    assert [f"{one.found}; {one.remedy}" for one in way_to(path)] == [
+        f"its group may write it (mode 0664); if you trust what is in it: chmod go-w {path}"
+    ]
+    assert snapshots.sweep(older_than_s=0) == []
 
 
 def test_the_policy_alone_decides() -> None:
