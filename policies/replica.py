@@ -124,6 +124,8 @@ class Stage(BaseModel):
     """Share of them that lay in the page cache when it began."""
     floor_s: float | None = None
     """Seconds that it takes at the least on its host; 0: it could be done without. None: unknown."""
+    begun_ms: int = 0
+    """Wall-clock time of its beginning, for people; 0 when nobody noted it."""
 
 
 class Replica(BaseModel):

@@ -16,6 +16,8 @@ from policies.floor import forecast_s
 from policies.manifest import Manifest
 from restorer import embedded, floor, gpudoctor, probes, rundir
 from restorer.errors import Environment, RestorerError
+from restorer.keyring import KeyRing
+from restorer.ownership import way_to
 from restorer.probes import Finding
 from restorer.snapshots import SnapshotStore
 from restorer.stamps import Stamps
@@ -50,6 +52,8 @@ async def examine(config: Config) -> list[Finding]:
         "gpu": probes.gpu(),
         "account": asyncio.to_thread(account, config),
         "run_dir": asyncio.to_thread(run_dir, config),
+        "ownership": asyncio.to_thread(ownership, config),
+        "trust": asyncio.to_thread(trust, config),
     }
     looking = asyncio.create_task(_gpus(config))
     found = await asyncio.gather(*(_within(name, check) for name, check in checks.items()))
@@ -105,6 +109,29 @@ def run_dir(config: Config) -> Finding:
     return Finding("run_dir", "ok", str(place))
 
 
+def ownership(config: Config) -> Finding:
+    """Nobody but us can change what is restored."""
+    folders = [Path(config.state_dir, name) for name in ("", "snapshots", "weights")]
+    found = list(dict.fromkeys(one for folder in folders for one in way_to(folder)))
+    if found:
+        return Finding("ownership", "fail", f"{found[0].path}: {found[0].found}; nothing is restored from there", found[0].remedy)
+    return Finding("ownership", "ok", f"only root and uid {os.geteuid()} can change what is in {config.state_dir}")
+
+
+def trust(config: Config) -> Finding:
+    """Snapshots are signed, and the keys can be used."""
+    ring = KeyRing(config.trust)
+    if ring.trust.demand == "off":
+        found = "signatures are not looked at: whoever can write snapshots can run anything as root"
+        return Finding("trust", "warn", found, "make a key with `rewake snapshot key FILE` and name it in trust.sign_with")
+    keys, faults = ring.trusted()
+    if faults or not keys:
+        fault = "; ".join(faults) or "no key is in trust.keys"
+        return Finding("trust", "fail", fault, "mend that, or snapshots of such keys are refused")
+    signs = f", new snapshots are signed by {ring.signer().id}" if ring.trust.sign_with else ", nothing is signed here"
+    return Finding("trust", "ok", f"{ring.trust.demand}: {', '.join(sorted(keys))}{signs}")
+
+
 def _model(name: str, model: Model) -> Iterator[Finding]:
     program = Path(model.engine.command[0])
     if not program.is_file():
@@ -134,9 +161,7 @@ async def speed(config: Config, pcie: float | None) -> list[Finding]:
     except (RestorerError, OSError) as error:
         return [Finding("speed", "warn", f"not measured: {error}", "run this as root; see dmesg if it hangs")]
     disk = f"disk {rates.disk / 1e9:.2f} GB/s, {rates.disk_cached / 1e9:.2f} through the page cache"
-    memory = (
-        f"{rates.fill / 1e9:.2f} GB/s, {rates.fill_huge / 1e9:.2f} in huge pages, {rates.cache / 1e9:.2f} from the page cache"
-    )
+    memory = f"{rates.fill / 1e9:.2f} GB/s, {rates.fill_huge / 1e9:.2f} in huge pages, {rates.cache / 1e9:.2f} of what is cached"
     found = [Finding("speed", "ok", f"{disk}; fresh memory {memory}")]
     for name, manifest in newest.items():
         cold, warm = (forecast_s(manifest, rates, cached=cached) for cached in (0.0, 1.0))
