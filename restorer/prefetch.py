@@ -56,9 +56,8 @@ def _share(path: str) -> float | None:
 async def beside(files: Sequence[MappedFile]) -> AsyncIterator[None]:
     """Read files into the page cache while the body runs, and not a block longer. What cannot be read is left out."""
     stopped = threading.Event()
-    blocks = [(file.path, at) for file in files for at in range(0, file.bytes, _BLOCK)]
     with concurrent.futures.ThreadPoolExecutor(_READERS, "prefetch") as pool:
-        readers = [pool.submit(_read, blocks[number::_READERS], stopped) for number in range(_READERS if blocks else 0)]
+        readers = [pool.submit(_read, files, number, stopped) for number in range(_READERS if files else 0)]
         try:
             yield
         finally:
@@ -66,24 +65,21 @@ async def beside(files: Sequence[MappedFile]) -> AsyncIterator[None]:
             await asyncio.shield(asyncio.gather(*map(asyncio.wrap_future, readers)))
 
 
-def _read(blocks: Sequence[tuple[str, int]], stopped: threading.Event) -> None:
-    """What is there already is passed over."""
+def _read(files: Sequence[MappedFile], number: int, stopped: threading.Event) -> None:
+    """One reader's share, block by block; what is there already is passed over."""
     buffer = bytearray(_BLOCK)
-    opened: dict[str, int] = {}
-    try:
-        for path, at in blocks:
-            if stopped.is_set():
-                return
-            if path not in opened:
-                opened[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            if pagecache.resident(opened[path], _BLOCK, at) < _BLOCK:
-                os.preadv(opened[path], [buffer], at)
-    except OSError:
+    for file in files:
         # Reading ahead is no more than a favour: who needs the file will say what is wrong with it.
-        return
-    finally:
-        for fd in opened.values():
-            os.close(fd)
+        with contextlib.suppress(OSError):
+            fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                for at in range(number * _BLOCK, file.bytes, _READERS * _BLOCK):
+                    if stopped.is_set():
+                        return
+                    if pagecache.resident(fd, _BLOCK, at) < _BLOCK:
+                        os.preadv(fd, [buffer], at)
+            finally:
+                os.close(fd)
 
 
 def touched(root_pid: int, *, proc_root: Path = Path("/proc")) -> dict[str, int]:

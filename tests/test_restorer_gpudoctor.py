@@ -57,7 +57,7 @@ async def test_a_host_in_order(tmp_path: Path) -> None:
 async def test_what_is_out_of_order_is_said_with_its_remedy(tmp_path: Path, facts: dict[str, Any], name: str, found: str) -> None:
     helper = fake_cuda.written(tmp_path / "cuda")
     changed(tmp_path / "cuda", **facts)
-    (finding,) = [one for one in await gpudoctor.examine(config(tmp_path, helper)) if one.name == name]
+    (finding,) = [one for one in (await gpudoctor.examine(config(tmp_path, helper)))[0] if one.name == name]
     assert (finding.ok, finding.found) == ("warn", found)
     assert finding.remedy
 
