@@ -22,6 +22,7 @@ from gateway.eta import Eta
 from gateway.fastpath import FastPath
 from gateway.gauges import Gauges
 from gateway.handover import Line
+from gateway.hosts import Hosts
 from gateway.intake import Intake
 from gateway.ledger import Ledger
 from gateway.life import Handler, Life
@@ -134,7 +135,9 @@ def compose(settings: Settings, metrics: Metrics, line: Line | None = None) -> G
         waitroom=waitroom,
         upstreams=upstreams,
         metrics=metrics,
-        gauges=Gauges(current, ledger=ledger, registry=registry, link=link, metrics=metrics),
+        gauges=Gauges(
+            current, ledger=ledger, registry=registry, link=link, reporter=reporter, hosts=Hosts(store), metrics=metrics
+        ),
         serving=_serving(current, metrics, callers, ledger, registry, waitroom, upstreams, eta, life),
         admin=admin,
         models=Models(current, registry, eta_s=eta.seconds, allows=callers.tenants.allows),
@@ -192,7 +195,7 @@ def _reloader(
         file=settings.file,
         line=line,
         authorize=admin.authorize,
-        report=metrics.config_last_reload_successful.set,
+        report=metrics.reloaded,
     )
 
 
@@ -241,9 +244,7 @@ def _connect(gateway: Gateway, eta: Eta) -> None:
         scaler.poke_mates(model)
 
     def drain() -> None:
-        # A successor in this worker's place observes from here on, and nothing is counted twice.
-        reporter.draining, gateway.metrics.observer = True, False
-        permits.draining = True
+        reporter.draining = permits.draining = True
         reporter.kick()
 
     def ejected(replica: Replica, pause_s: float, reason: str) -> None:

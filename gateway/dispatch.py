@@ -108,7 +108,8 @@ class Dispatch:
         source = AiohttpSource(request)
         body = await self._intake.read_small(found, request.headers, source, source.proceed, MAX_BODY_BYTES)
         query = dict(parse_qsl(found.query, keep_blank_values=True))
-        return Call(request.headers.get("Authorization"), found.params, query, body, tenant)
+        headers = request.headers
+        return Call(headers.get("Authorization"), found.params, query, body, tenant, headers.get("Accept", ""))
 
     @web.middleware
     async def _instead(self, request: web.Request, handler: object) -> web.StreamResponse:

@@ -16,6 +16,7 @@ from pydantic import AfterValidator, Field, JsonValue, ValidationError, field_va
 from policies.balance import Balance
 from policies.groups import Group
 from policies.holding import Bounds, Hold
+from policies.observing import Metrics
 from policies.scalars import Bytes, Count, PositiveSeconds, Seconds, Section
 from policies.schedule import Window
 from policies.tenancy import Tenant
@@ -246,6 +247,7 @@ class Config(Section):
     tenants: Mapping[str, Tenant] = {}
     """Who may ask. None: there are no API keys and everybody is one tenant."""
     groups: Mapping[str, Group] = {}
+    metrics: Metrics = Metrics()
     state_dir: Annotated[str, Field(pattern="^/")] = "/var/lib/rewake"
     """Snapshots, engine logs and verification stamps; on a disk with room for them."""
     run_dir: Annotated[str, Field(pattern="^/")] = "/run/rewake"

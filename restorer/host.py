@@ -27,6 +27,7 @@ from restorer.jobs import JobStore
 from restorer.probes import MINIMUM_CRIU
 from restorer.snapshots import SnapshotStore
 from restorer.stamps import Stamps
+from restorer.tally import Tally
 from restorer.weights import WeightsStore
 
 log = logging.getLogger("rewake.restorer")
@@ -89,6 +90,7 @@ class Host:
     capability: str
     """How CRIU was found, or what is missing."""
     news: News = field(default_factory=News)
+    tally: Tally = field(default_factory=Tally)
     _gone: dict[str, Model] = field(default_factory=dict)
     """The last settings of models that the configuration has no more: their replicas still have to end."""
 

@@ -28,9 +28,9 @@ class Stages:
     @contextlib.contextmanager
     def timed(self, name: str) -> Iterator[Timed]:
         """Time a step; it is recorded even if it fails, since that is when its time is asked for."""
-        stage, begun = Timed(name), time.perf_counter()
+        stage, begun, begun_ms = Timed(name), time.perf_counter(), time.time_ns() // 1_000_000
         try:
             yield stage
         finally:
             seconds = round(time.perf_counter() - begun, 6)
-            self.done.append(Stage(name=name, seconds=seconds, bytes=stage.bytes, tier=stage.tier))
+            self.done.append(Stage(name=name, seconds=seconds, bytes=stage.bytes, tier=stage.tier, begun_ms=begun_ms))

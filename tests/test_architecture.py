@@ -18,6 +18,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from gateway import errors, routes
+from gateway.hosts import Hosts
 from gateway.metrics import Metrics
 from policies import admission, config, replica, wire
 
@@ -228,7 +229,7 @@ def test_the_table_of_settings_is_whole_and_true() -> None:
 
 
 def test_the_list_of_metrics_is_whole_and_true() -> None:
-    page = Metrics(["m"], version="0").expose().body.decode()
+    page = Metrics(["m"], version="0").expose(more=[Hosts(None)]).body.decode()
     served = set(re.findall(r"^# TYPE (rewake_\w+) ", page, re.MULTILINE)) - set(re.findall(r"\b(rewake_\w+_created)\b", page))
     assert set(re.findall(r"`(rewake_\w+)`", METRICS)) == served
 
