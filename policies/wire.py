@@ -260,6 +260,8 @@ class SnapshotSummary(_Record):
     fits: bool
     """It fits the host that reports it, and the model's present settings."""
     quarantined: str | None = None
+    signature: str = ""
+    """What its signatures are worth to the host that reports it."""
     mismatches: tuple[str, ...] = ()
 
 

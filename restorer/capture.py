@@ -64,15 +64,14 @@ class _Draft:
 
 
 async def _dumped(host: Host, donor: Instance, known: _Draft, stages: Stages) -> Manifest:
-    assert host.criu is not None
-    criu, box = host.criu, donor.box
+    backend, box = host.backend(donor.engine.name), donor.box
     private = ("/dev/shm", str(box.mountpoint))
     with stages.timed("inspect"):
         pids, files = await _inspect(host, donor, private)
     with host.snapshots.stage() as staging:
         try:
             with stages.timed("dump") as stage:
-                await criu.dump(box, donor.inner_pid, staging.images, donor.engine.dump_options)
+                await backend.dump(box, donor.inner_pid, staging.images, donor.engine)
                 for number, folder in enumerate(_scratch(box)):
                     await asyncio.to_thread(capture_tree, folder, staging.scratch / str(number))
                 stage.bytes = await asyncio.to_thread(_size, staging.path)
@@ -87,7 +86,7 @@ async def _dumped(host: Host, donor: Instance, known: _Draft, stages: Stages) ->
                 manifest = await asyncio.to_thread(host.snapshots.commit, staging, draft)
                 stage.bytes = manifest.bytes
         finally:
-            await asyncio.shield(criu.thaw(box))
+            await asyncio.shield(backend.thaw(box))
     return manifest
 
 

@@ -104,12 +104,13 @@ async def start(host: Host, claim: Claim, replicas: Replicas) -> None:
             match = await asyncio.to_thread(host.match, claim.job.model)
         await attempt.still_wanted()
         await replicas.vacated(claim.job.model)
-        if match.manifest is not None and host.criu is not None:
+        obstacle = host.backend(claim.job.model).obstacle()
+        if match.manifest is not None and obstacle is None:
             instance = await _resumed(attempt, match, match.manifest, replicas.suspended)
             if instance is None:
                 instance = await _restored_or_cold(attempt, match, match.manifest)
         else:
-            why = match.why if host.criu is not None else host.capability
+            why = match.why if obstacle is None else obstacle
             if model.on_no_snapshot == "reject":
                 raise (
                     HostIncompatible([m for found in match.refused.values() for m in found])
@@ -177,7 +178,7 @@ async def _proved(attempt: Attempt, instance: Instance, manifest: Manifest) -> N
 async def _restored_or_cold(attempt: Attempt, match: Match, manifest: Manifest) -> Instance:
     host, claim = attempt.host, attempt.claim
     try:
-        return await _restored(attempt, manifest)
+        return await _restored(attempt, match, manifest)
     except (Cancelled, LeaseLost, StoreUnavailable):
         raise
     except RestorerError as error:
@@ -191,10 +192,11 @@ async def _restored_or_cold(attempt: Attempt, match: Match, manifest: Manifest) 
         return await _cold(attempt, match, event, f"restore of snapshot {manifest.id} failed: {error}")
 
 
-async def _restored(attempt: Attempt, manifest: Manifest) -> Instance:
+async def _restored(attempt: Attempt, match: Match, manifest: Manifest) -> Instance:
     """An engine out of a snapshot that has repeated its donor's answers; or nothing, and the reason raised."""
     host = attempt.host
-    assert host.criu is not None
+    for mismatch in match.allowed:
+        log.warning("snapshot %s is restored all the same: %s", manifest.id, mismatch)
     await _verify_bytes(attempt, manifest)
     box = await host.boxes.take()
     try:
@@ -247,7 +249,7 @@ async def _verify_bytes(attempt: Attempt, manifest: Manifest) -> None:
     host = attempt.host
     with attempt.stages.timed("verify bytes") as stage:
         stage.bytes = manifest.bytes
-        faults = list(await asyncio.to_thread(host.snapshots.verify, manifest.id, full=False))
+        faults = list(await asyncio.to_thread(host.snapshots.verify, manifest, full=False))
         accounts.faulty(host.tally, attempt.record.model, "bytes", faults)
         if manifest.gpu is not None:
             found = await asyncio.to_thread(host.weights.verify, manifest.gpu.weights)
@@ -265,14 +267,14 @@ async def _verify_bytes(attempt: Attempt, manifest: Manifest) -> None:
 async def _cold(attempt: Attempt, match: Match, event: Event, why: str) -> Instance:
     """A cold engine; captured on its way, where the policy wants a snapshot and there is none."""
     host = attempt.host
-    policy = host.model(attempt.record.model).snapshot
+    policy, backend = host.model(attempt.record.model).snapshot, host.backend(attempt.record.model)
     box = await host.boxes.take()
     try:
         placement = await _placed(attempt, box, None)
         await attempt.advance(event, incarnation=box.id, start="cold", snapshot=None, reason=why)
         with attempt.stages.timed("start engine"):
-            instance, cold_start_s = await ignite(box, attempt.engine, placement.indices if placement else ())
-        if policy.create == "auto" and host.criu is not None and match.manifest is None:
+            instance, cold_start_s = await ignite(backend, box, attempt.engine, placement.indices if placement else ())
+        if policy.create == "auto" and backend.obstacle() is None and match.manifest is None:
             try:
                 manifest = await capture(host, instance, match.profile, cold_start_s, attempt.stages)
                 log.info("snapshot %s of %s was made", manifest.id, attempt.record.model)
@@ -348,8 +350,8 @@ async def make_snapshot(host: Host, claim: Claim) -> None:
     name = claim.job.model
     try:
         _bounded(claim, host.config.restorer.max_attempts)
-        if host.criu is None:
-            raise SnapshotError(f"no snapshot can be made on this host: {host.capability}")
+        if (obstacle := host.backend(name).obstacle()) is not None:
+            raise SnapshotError(f"no snapshot can be made on this host: {obstacle}")
         match = await asyncio.to_thread(host.match, name)
         manifest = await _captured(host, adapter(name, host.model(name)), match)
         log.info("snapshot %s of %s was made", manifest.id, name)
@@ -372,7 +374,7 @@ async def _captured(host: Host, engine: HttpEngine, match: Match) -> Manifest:
             placement = await host.gpus.lease(box.id, gpu.count, need_bytes=0, wait_s=gpu.wait_s)
             box.remember(gpus=list(placement.uuids))
             visible = placement.indices
-        donor, cold_start_s = await ignite(box, engine, visible)
+        donor, cold_start_s = await ignite(host.backend(engine.name), box, engine, visible)
         return await capture(host, donor, match.profile, cold_start_s, Stages(), keep=False)
     finally:
         await asyncio.shield(host.discard(box))

@@ -3,6 +3,7 @@
 ::
 
     <root>/<id>/manifest.json   the commit marker, written last; its bytes are canonical and their hash is <id>
+    <root>/<id>/chunks          what the objects are made of (:mod:`restorer.chunks`)
     <root>/<id>/images/         what CRIU wrote
     <root>/<id>/scratch/        private folders, as restorer.trees stores them
     <root>/verdicts/<id>.jsonl  what became of its restores; appended to, no part of the snapshot
@@ -33,16 +34,19 @@ from types import TracebackType
 
 from pydantic import ValidationError
 
-from policies.manifest import FORMAT, Manifest, SnapshotObject, canonical
+from policies.manifest import FORMATS, Manifest, SnapshotObject, canonical
+from restorer import chunks, signatures
 from restorer.errors import SnapshotError
 from restorer.files import allocated, dig_holes, disk_space, fsync, fsync_tree, write_durable
-from restorer.integrity import FOLDERS, MANIFEST, Fault, differences, shape, strangers, verify_files
+from restorer.integrity import FOLDERS, MANIFEST, Fault, differences, named, shape, strangers, verify_files
 from restorer.stamps import SETTLE_NS, THREADS, Stamps
 from restorer.trees import capture_tree, lay_tree
 from restorer.weights import verify_weights
 
 __all__ = ["Fault", "SnapshotStore", "Staging", "capture_tree", "lay_tree", "verify_files", "verify_weights"]
 
+Signer = Callable[[bytes], tuple[str, bytes] | None]
+"""A manifest's bytes -> (key id, signature), or None: it is not to be signed. Raises Environment."""
 _ID = re.compile(r"[0-9a-f]{16}")
 _DIG_FROM = 1 << 20
 """Smaller files are not worth a process that looks for zeros in them."""
@@ -89,10 +93,12 @@ class SnapshotStore:
     Args:
         root: made if missing, private to the running user.
         stamps: what is known to be unchanged, so that :meth:`verify` need not read it again.
+        sign: the signature of a manifest's bytes, if what is committed is to be signed.
     """
 
-    def __init__(self, root: Path, stamps: Stamps) -> None:
+    def __init__(self, root: Path, stamps: Stamps, sign: Signer = lambda _: None) -> None:
         self.root = root
+        self.sign = sign
         self._stamps = stamps
         self._verdicts = root / "verdicts"
         self._manifests: dict[str, tuple[tuple[int, ...], Manifest]] = {}
@@ -108,8 +114,8 @@ class SnapshotStore:
         """Make what is staged a snapshot: dig holes, make it read-only, durable, hash it, name it; the manifest last.
 
         Args:
-            draft: the manifest without what is known only now: ``objects`` and ``bytes`` are replaced, and
-                ``bytes_written`` is increased by the size of the objects as they were handed to the file system.
+            draft: the manifest without what is known only now: ``objects``, ``chunks`` and ``bytes`` are replaced, and
+                ``bytes_written`` is increased by what of that was handed to the file system.
 
         Raises:
             Environment: the disk is full. SnapshotError: something staged cannot be an object.
@@ -118,15 +124,20 @@ class SnapshotStore:
             found = _objects(staging.path)
             written = sum(min(size, allocated(staging.path / name)) for name, size in found.items())
             _seal(staging.path, found)
-            hashes = self._stamps.sha256_all(staging.path / name for name in found)
+            cutter = chunks.Cutter()
+            hashes = self._stamps.sha256_all((staging.path / name for name in found), tap=cutter.tap)
             objects = tuple(_object(staging.path, name, size, hashes[staging.path / name]) for name, size in found.items())
+            cut = cutter.finish()
+            listed, index = chunks.encode({name: cut[staging.path / name] for name in found})
             manifest = draft.model_copy(
                 update={
                     "objects": objects,
                     "bytes": allocated(staging.path),
-                    "bytes_written": draft.bytes_written + written,
+                    "bytes_written": draft.bytes_written + written + len(listed),
+                    "chunks": index,
                 }
             )
+            write_durable(staging.path / chunks.FILE, listed)
             self._publish(staging, manifest)
         return manifest
 
@@ -156,10 +167,13 @@ class SnapshotStore:
         """Where a snapshot's ``images`` and ``scratch`` are."""
         return self.root / id
 
-    def verify(self, id: str, *, full: bool, progress: Callable[[int, int], None] | None = None) -> Sequence[Fault]:
+    def verify(
+        self, snapshot: str | Manifest, *, full: bool, progress: Callable[[int, int], None] | None = None
+    ) -> Sequence[Fault]:
         """Every fault of a snapshot; empty when it is as it was committed.
 
         Args:
+            snapshot: its id; or its manifest, which is believed.
             full: read every byte. Otherwise files unchanged since they were last hashed are believed (see
                 :mod:`restorer.stamps` for what that cannot see).
             progress: called from this thread with (bytes done, bytes in all).
@@ -167,16 +181,16 @@ class SnapshotStore:
         Raises:
             SnapshotError: no such snapshot, or its manifest is not what was committed.
         """
-        manifest = self.load(id)
+        manifest = snapshot if isinstance(snapshot, Manifest) else self.load(snapshot)
         folder = self.root / manifest.id
         faults = [*strangers(folder, manifest)]
         sound = []
-        for item in manifest.objects:
+        for item in named(manifest):
             fault = shape(folder, item)
-            if fault is None:
-                sound.append(item)
-            else:
+            if fault is not None:
                 faults.append(fault)
+            elif full or item.path != chunks.FILE:  # no restore reads the list, so none waits for its hash
+                sound.append(item)
         if full:
             for item in sound:
                 self._stamps.forget(folder / item.path)
@@ -278,15 +292,19 @@ class SnapshotStore:
         self._stamps.moved(staging.path, target)
         staging.path, staging.images, staging.scratch = target, target / "images", target / "scratch"
         fsync(self.root)
-        write_durable(target / MANIFEST, canonical(manifest))
+        data = canonical(manifest)
+        signed = self.sign(data)
+        if signed is not None:
+            signatures.write(target, *signed)
+        write_durable(target / MANIFEST, data)
         staging.committed = True
 
     def _is_debris(self, path: Path) -> bool:
         try:
             self._read(path.name)
         except SnapshotError:
-            with contextlib.suppress(OSError, ValueError, AttributeError):
-                return bool(json.loads((path / MANIFEST).read_bytes()).get("format", FORMAT) == FORMAT)
+            with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
+                return bool(json.loads((path / MANIFEST).read_bytes()).get("format") in {None, *FORMATS})
             return True
         return False
 
