@@ -209,6 +209,8 @@ class Gateway(Section):
     cors: Cors = Cors()
     access_log: bool = True
     """One JSON line for each request, probes and scrapes aside, on standard output; never a prompt or a key."""
+    console: bool = True
+    """Serve the operator's console at /console: a page that asks for the admin token."""
     hold: Bounds = Bounds(max_requests=10_000, max_bytes=512 << 20)
     """Bounds over all models together, in each worker."""
     drain_s: Seconds = 30.0

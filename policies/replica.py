@@ -121,7 +121,7 @@ class Stage(BaseModel):
     tier: str | None = None
     """What the bytes were read from or written to: ``memory``, ``page cache``, ``disk``."""
     begun_ms: int = 0
-    """Wall-clock time, for people."""
+    """Wall-clock time of its beginning, for people; 0 when nobody noted it."""
 
 
 class Replica(BaseModel):

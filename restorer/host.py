@@ -29,6 +29,8 @@ from restorer.integrity import MANIFEST
 from restorer.jobs import JobStore
 from restorer.ownership import way_to
 from restorer.probes import MINIMUM_CRIU
+from restorer.progress import ProgressBoard
+from restorer.remains import Remains
 from restorer.signatures import Judge
 from restorer.snapshots import SnapshotStore
 from restorer.stamps import Stamps
@@ -97,6 +99,8 @@ class Host:
     """None: CRIU does not work here, so every start is a cold one."""
     capability: str
     """How CRIU was found, or what is missing."""
+    progress: ProgressBoard
+    remains: Remains
     judge: Judge
     """What signatures are worth under the configuration in force."""
     backends: Mapping[str, Backend] = field(default_factory=dict)
@@ -146,6 +150,7 @@ class Host:
         except RestorerError as error:
             log.warning("box %s is ended without a checkpoint of its GPU state: %s", box.id, error)
         finally:
+            await asyncio.to_thread(self.remains.keep, box)
             await self.boxes.discard(box)
             self.gpus.release(box.id)
 
@@ -207,6 +212,8 @@ def _summary(manifest: Manifest, match: Match | RestorerError | None, quarantine
         quarantined=quarantined,
         signature=signature,
         mismatches=tuple(reasons),
+        engine=manifest.profile.engine,
+        cold_start_s=manifest.cold_start_s,
     )
 
 
@@ -220,11 +227,12 @@ def build(config: Config, store_url: str) -> Host:
     name = socket.gethostname()
     judge = judge_of(config)
     helper = Cuda(cuda.command(config.restorer.gpu_helper))
+    jobs = JobStore(store_url, config.store.namespace, name)
     criu = None if binary is None else Criu(binary, config.restorer.criu_timeout_s)
     return Host(
         config=config,
         name=name,
-        jobs=JobStore(store_url, config.store.namespace, name),
+        jobs=jobs,
         boxes=BoxFactory(run_dir=run, state_dir=state, network=config.restorer.network, spare=config.restorer.parallel_starts),
         stamps=stamps,
         snapshots=SnapshotStore(state / "snapshots", stamps, judge.keys.sign),
@@ -234,6 +242,8 @@ def build(config: Config, store_url: str) -> Host:
         facts=hostfacts.probe(binary),
         criu=criu,
         capability=capability,
+        progress=ProgressBoard(jobs),
+        remains=Remains(state / "ended"),
         judge=judge,
         backends=backends.build(criu, capability),
     )

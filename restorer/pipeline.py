@@ -51,7 +51,8 @@ class Attempt:
     """One try of a START job: its record and its clock."""
 
     def __init__(self, host: Host, claim: Claim) -> None:
-        self.host, self.claim, self.stages, self.began = host, claim, Stages(), time.monotonic()
+        self.host, self.claim, self.began = host, claim, time.monotonic()
+        self.stages = host.progress.stages(claim.job)
         model = host.model(claim.job.model)
         self.engine = adapter(claim.job.model, model)
         self.record = Replica(
@@ -230,6 +231,8 @@ async def _placed(attempt: Attempt, box: Box, state: GpuState | None) -> Placeme
     Args:
         state: of the snapshot to restore; None: the engine starts cold, and takes what it finds.
     """
+    # Whose logs these are, should it fail; see restorer/remains.py.
+    box.facts.update(model=attempt.record.model, replica=attempt.record.id)
     gpu = attempt.engine.model.engine.gpu
     if gpu.count == 0:
         return None
@@ -353,7 +356,7 @@ async def make_snapshot(host: Host, claim: Claim) -> None:
         if (obstacle := host.backend(name).obstacle()) is not None:
             raise SnapshotError(f"no snapshot can be made on this host: {obstacle}")
         match = await asyncio.to_thread(host.match, name)
-        manifest = await _captured(host, adapter(name, host.model(name)), match)
+        manifest = await _captured(host, adapter(name, host.model(name)), match, host.progress.stages(claim.job))
         log.info("snapshot %s of %s was made", manifest.id, name)
         outcome = Outcome(OperationState.SUCCEEDED, snapshot=manifest.id)
     except (LeaseLost, StoreUnavailable):
@@ -364,7 +367,7 @@ async def make_snapshot(host: Host, claim: Claim) -> None:
     await host.jobs.settle(claim, outcome)
 
 
-async def _captured(host: Host, engine: HttpEngine, match: Match) -> Manifest:
+async def _captured(host: Host, engine: HttpEngine, match: Match, stages: Stages) -> Manifest:
     """A snapshot of a donor that is started for it, and ends with it."""
     gpu = engine.model.engine.gpu
     box = await host.boxes.take()
@@ -374,7 +377,8 @@ async def _captured(host: Host, engine: HttpEngine, match: Match) -> Manifest:
             placement = await host.gpus.lease(box.id, gpu.count, need_bytes=0, wait_s=gpu.wait_s)
             box.remember(gpus=list(placement.uuids))
             visible = placement.indices
-        donor, cold_start_s = await ignite(host.backend(engine.name), box, engine, visible)
-        return await capture(host, donor, match.profile, cold_start_s, Stages(), keep=False)
+        with stages.timed("start engine"):
+            donor, cold_start_s = await ignite(host.backend(engine.name), box, engine, visible)
+        return await capture(host, donor, match.profile, cold_start_s, stages, keep=False)
     finally:
         await asyncio.shield(host.discard(box))

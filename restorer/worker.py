@@ -18,6 +18,7 @@ from restorer.integrity import MANIFEST
 from restorer.jobs import Claim, Outcome, StoreUnavailable
 from restorer.replicas import Replicas
 from restorer.suspects import Suspects
+from restorer.tasks import Tasks
 
 _TICK_S = 1.0
 _SUMMARY_EVERY = 5
@@ -33,6 +34,7 @@ class Worker:
         self._host = host
         self._replicas = Replicas(host)
         self._suspects = Suspects(host, self._replicas)
+        self._tasks = Tasks(host)
         self._jobs: set[asyncio.Task[None]] = set()
         self._held: dict[str, Held] = {}
         self._starting = 0
@@ -43,7 +45,9 @@ class Worker:
         host = self._host
         await host.find_gpus()
         await self._prepare()
-        loops = [asyncio.create_task(loop) for loop in (self._listen(), self._keep_house(), self._claim_jobs())]
+        loops = [
+            asyncio.create_task(loop) for loop in (self._listen(), self._keep_house(), self._claim_jobs(), self._tasks.run())
+        ]
         waiter = asyncio.create_task(stop.wait())
         try:
             done, _ = await asyncio.wait([waiter, *loops], return_when=asyncio.FIRST_COMPLETED)
@@ -54,6 +58,7 @@ class Worker:
             for task in [*loops, *self._jobs]:
                 task.cancel()
             await asyncio.gather(*loops, *self._jobs, return_exceptions=True)
+            await self._tasks.close()
             await self._suspects.close()
             await self._replicas.stop_all(reason="the restorer was stopped", drain_s=_STOP_DRAIN_S)
             await host.boxes.close()
@@ -66,6 +71,7 @@ class Worker:
                 await self._host.jobs.check_schema()
                 await self._replicas.reconcile()
                 await self._host.jobs.recover()
+                await self._host.progress.clear()
                 if not len(self._replicas):
                     await self._host.jobs.begin_anew()
                 break
@@ -93,6 +99,8 @@ class Worker:
                 async for hint in self._host.jobs.hints():
                     if hint is None or hint.job is not None:
                         self._due.set()
+                    if hint is None or hint.task is not None:
+                        self._tasks.poke()
                     self._host.news.tell()
             except StoreUnavailable as error:
                 log.warning("%s", error)
@@ -144,6 +152,7 @@ class Worker:
             results = await asyncio.gather(work, lease, return_exceptions=True)
             self._note(claim, results[0])
             self._held.pop(claim.job.id, None)
+            await self._host.progress.end(claim.job.id)
         await self._host.boxes.fill()
 
     def _note(self, claim: Claim, result: BaseException | None) -> None:
