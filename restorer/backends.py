@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from policies.config import Restorer
 from restorer.backend import Backend, Can
 from restorer.box import Box
 from restorer.criu import Criu
 from restorer.engines import HttpEngine
+from restorer.runc import Runc, find
 
-__all__ = ["Backend", "Can", "OwnCriu", "build"]
+__all__ = ["Backend", "Can", "OwnCriu", "Runc", "build"]
 
 
 class OwnCriu(Backend):
@@ -48,7 +50,13 @@ class OwnCriu(Backend):
         return self._criu
 
 
-def build(criu: Criu | None, capability: str) -> Mapping[str, Backend]:
+def build(config: Restorer, criu: Criu | None, capability: str) -> Mapping[str, Backend]:
     """Every backend by its name."""
-    found: tuple[Backend, ...] = (OwnCriu(criu, capability), Backend())
+    runc = find(config.runc)
+    said = f"{config.runc} is not installed; `rewake doctor` says how to get it" if runc is None else f"{runc}; {capability}"
+    found: tuple[Backend, ...] = (
+        OwnCriu(criu, capability),
+        Runc(runc, None if criu is None else criu.binary, said, config.criu_timeout_s),
+        Backend(),
+    )
     return {backend.name: backend for backend in found}

@@ -201,7 +201,7 @@ def build(config: Config, store_url: str) -> Host:
         facts=hostfacts.probe(binary),
         criu=criu,
         capability=capability,
-        backends=backends.build(criu, capability),
+        backends=backends.build(config.restorer, criu, capability),
     )
 
 
