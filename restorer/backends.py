@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from restorer.backend import Backend, Can
 from restorer.box import Box
 from restorer.criu import Criu
 from restorer.engines import HttpEngine
-from restorer.runc import Runc, find
+from restorer.runc import Runc
 
 __all__ = ["Backend", "Can", "OwnCriu", "Runc", "build"]
 
@@ -52,11 +53,12 @@ class OwnCriu(Backend):
 
 def build(config: Restorer, criu: Criu | None, capability: str) -> Mapping[str, Backend]:
     """Every backend by its name."""
-    runc = find(config.runc)
-    said = f"{config.runc} is not installed; `rewake doctor` says how to get it" if runc is None else f"{runc}; {capability}"
+    runc = shutil.which(config.runc)
+    missing = f"{config.runc} is not installed; `rewake doctor` says how to get runc 1.1 or newer"
+    said = missing if runc is None else f"{runc}, with CRIU: {capability}"
     found: tuple[Backend, ...] = (
         OwnCriu(criu, capability),
-        Runc(runc, None if criu is None else criu.binary, said, config.criu_timeout_s),
+        Runc(None if runc is None else Path(runc), None if criu is None else criu.binary, said, config.criu_timeout_s),
         Backend(),
     )
     return {backend.name: backend for backend in found}

@@ -67,21 +67,14 @@ def write(
         inherited = dict(word.partition("=")[::2] for word in process.get("env", ()))
         kept = {name: env[name] for name in ("HOME", "TMPDIR")}
         env = {**env, **inherited, **kept, **settings}
-    user = process.get("user", {"uid": 0, "gid": 0})
+    user = process.get("user", {})
     _own(private, int(user.get("uid", 0)), int(user.get("gid", 0)))
     config = {
         "ociVersion": "1.0.2",
-        "process": {
-            "terminal": False,
-            "user": user,
-            "args": ["/bin/sh", "-c", _RUN, "sh", *argv],
-            "env": [f"{name}={value}" for name, value in env.items()],
-            "cwd": str(mountpoint),
-            "noNewPrivileges": True,
-            "capabilities": process.get("capabilities", dict.fromkeys(("bounding", "effective", "permitted"), _CAPABILITIES)),
-            **({"rlimits": process["rlimits"]} if "rlimits" in process else {}),
-        },
         "root": {"path": str(root), "readonly": True},
+        "annotations": {"org.criu.config": str(criu_config)},
+        "linux": _limits(group),
+        "process": _process(process, argv, env, mountpoint),
         "mounts": [
             *mounts,
             *_kernel_mounts(),
@@ -89,25 +82,36 @@ def write(
             _bind(str(private / "tmp"), "/tmp"),
             _bind(str(private), str(mountpoint)),
         ],
-        "annotations": {"org.criu.config": str(criu_config)},
-        "linux": {
-            "cgroupsPath": f"/{group}",
-            # No network of its own: the box's, which runc itself is in.
-            "namespaces": [{"type": kind} for kind in ("pid", "mount", "ipc", "uts")],
-            "resources": {"devices": [{"allow": True, "access": "rwm"}]},
-            "seccomp": {
-                "defaultAction": "SCMP_ACT_ALLOW",
-                "syscalls": [
-                    {
-                        "names": ["io_uring_setup", "io_uring_enter", "io_uring_register"],
-                        "action": "SCMP_ACT_ERRNO",
-                        "errnoRet": _ENOSYS,
-                    }
-                ],
-            },
-        },
     }
     (folder / CONFIG).write_text(json.dumps(config, indent=1))
+
+
+def _process(theirs: Mapping[str, Any], argv: Sequence[str], env: Mapping[str, str], folder: Path) -> dict[str, Any]:
+    return {
+        "terminal": False,
+        "user": theirs.get("user", {"uid": 0, "gid": 0}),
+        "args": ["/bin/sh", "-c", _RUN, "sh", *argv],
+        "env": [f"{name}={value}" for name, value in env.items()],
+        "cwd": str(folder),
+        "noNewPrivileges": True,
+        "capabilities": theirs.get("capabilities", dict.fromkeys(("bounding", "effective", "permitted"), _CAPABILITIES)),
+        **({"rlimits": theirs["rlimits"]} if "rlimits" in theirs else {}),
+    }
+
+
+def _limits(group: str) -> dict[str, Any]:
+    rings = {
+        "names": ["io_uring_setup", "io_uring_enter", "io_uring_register"],
+        "action": "SCMP_ACT_ERRNO",
+        "errnoRet": _ENOSYS,
+    }
+    return {
+        "cgroupsPath": f"/{group}",
+        # No network of its own: the box's, which runc itself is in.
+        "namespaces": [{"type": kind} for kind in ("pid", "mount", "ipc", "uts")],
+        "resources": {"devices": [{"allow": True, "access": "rwm"}]},
+        "seccomp": {"defaultAction": "SCMP_ACT_ALLOW", "syscalls": [rings]},
+    }
 
 
 def read(given: Path) -> dict[str, Any]:

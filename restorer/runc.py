@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -107,12 +106,6 @@ class Runc(Backend):
         assert self._binary is not None, "nobody asks for it where there is an obstacle"
         env = {**os.environ, "PATH": f"{box.work / 'bin'}:{os.environ.get('PATH', os.defpath)}"}
         return await box.run([str(self._binary), "--root", str(box.folder / "runc"), *arguments], timeout_s=timeout_s, env=env)
-
-
-def find(name: str) -> Path | None:
-    """runc's path, if it is there."""
-    found = shutil.which(name)
-    return None if found is None else Path(found)
 
 
 def _bundle(box: Box) -> Path:

@@ -1,15 +1,12 @@
 """One suite for all backends, run by `rewake up` with the real CRIU, the real runc and a real engine where there is one.
 
-``sleep`` needs an engine whose API can put it to sleep. vLLM's build for CPUs cannot (its allocator is for GPUs), so that there it is
-the small engine of :mod:`e2e_gpu_engine`, which speaks vLLM's routes and forgets its weights as vLLM does at level 2.
+``sleep`` needs an engine whose API can put it to sleep. vLLM's build for CPUs cannot (its allocator is for GPUs), so that there
+it is the small engine of :mod:`e2e_gpu_engine`, which speaks vLLM's routes and forgets its weights as vLLM does at level 2.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
-import os
 import shutil
-import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +14,7 @@ from typing import Any
 
 import pytest
 from conftest import require_root
-from e2e_installation import PROMPT, Installation, eventually, llama, manifest_of, needed, network, small
+from e2e_installation import Installation, eventually, llama, manifest_of, needed, network, small
 
 from restorer import cgroups
 from restorer.backend import Can
