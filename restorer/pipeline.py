@@ -51,7 +51,7 @@ class Attempt:
     """One try of a START job: its record and its clock."""
 
     def __init__(self, host: Host, claim: Claim) -> None:
-        self.host, self.claim, self.stages = host, claim, Stages()
+        self.host, self.claim, self.stages = host, claim, host.progress.stages(claim.job)
         model = host.model(claim.job.model)
         self.engine = adapter(claim.job.model, model)
         self.record = Replica(
@@ -177,7 +177,7 @@ async def _proved(attempt: Attempt, instance: Instance, manifest: Manifest) -> N
 async def _restored_or_cold(attempt: Attempt, match: Match, manifest: Manifest) -> Instance:
     host, claim = attempt.host, attempt.claim
     try:
-        return await _restored(attempt, manifest)
+        return await _restored(attempt, match, manifest)
     except (Cancelled, LeaseLost, StoreUnavailable):
         raise
     except RestorerError as error:
@@ -190,9 +190,11 @@ async def _restored_or_cold(attempt: Attempt, match: Match, manifest: Manifest) 
         return await _cold(attempt, match, event, f"restore of snapshot {manifest.id} failed: {error}")
 
 
-async def _restored(attempt: Attempt, manifest: Manifest) -> Instance:
+async def _restored(attempt: Attempt, match: Match, manifest: Manifest) -> Instance:
     """An engine out of a snapshot that has repeated its donor's answers; or nothing, and the reason raised."""
     host = attempt.host
+    for mismatch in match.allowed:
+        log.warning("snapshot %s is restored all the same: %s", manifest.id, mismatch)
     await _verify_bytes(attempt, manifest)
     box = await host.boxes.take()
     try:
@@ -226,6 +228,8 @@ async def _placed(attempt: Attempt, box: Box, state: GpuState | None) -> Placeme
     Args:
         state: of the snapshot to restore; None: the engine starts cold, and takes what it finds.
     """
+    # Whose logs these are, should it fail; see restorer/remains.py.
+    box.facts.update(model=attempt.record.model, replica=attempt.record.id)
     gpu = attempt.engine.model.engine.gpu
     if gpu.count == 0:
         return None
@@ -245,7 +249,7 @@ async def _verify_bytes(attempt: Attempt, manifest: Manifest) -> None:
     host = attempt.host
     with attempt.stages.timed("verify bytes") as stage:
         stage.bytes = manifest.bytes
-        faults = list(await asyncio.to_thread(host.snapshots.verify, manifest.id, full=False))
+        faults = list(await asyncio.to_thread(host.snapshots.verify, manifest, full=False))
         if manifest.gpu is not None:
             faults += await asyncio.to_thread(host.weights.verify, manifest.gpu.weights)
         if faults:
@@ -341,7 +345,7 @@ async def make_snapshot(host: Host, claim: Claim) -> None:
         if (obstacle := host.backend(name).obstacle()) is not None:
             raise SnapshotError(f"no snapshot can be made on this host: {obstacle}")
         match = await asyncio.to_thread(host.match, name)
-        manifest = await _captured(host, adapter(name, host.model(name)), match)
+        manifest = await _captured(host, adapter(name, host.model(name)), match, host.progress.stages(claim.job))
         log.info("snapshot %s of %s was made", manifest.id, name)
         outcome = Outcome(OperationState.SUCCEEDED, snapshot=manifest.id)
     except (LeaseLost, StoreUnavailable):
@@ -352,7 +356,7 @@ async def make_snapshot(host: Host, claim: Claim) -> None:
     await host.jobs.settle(claim, outcome)
 
 
-async def _captured(host: Host, engine: HttpEngine, match: Match) -> Manifest:
+async def _captured(host: Host, engine: HttpEngine, match: Match, stages: Stages) -> Manifest:
     """A snapshot of a donor that is started for it, and ends with it."""
     gpu = engine.model.engine.gpu
     box = await host.boxes.take()
@@ -362,7 +366,8 @@ async def _captured(host: Host, engine: HttpEngine, match: Match) -> Manifest:
             placement = await host.gpus.lease(box.id, gpu.count, need_bytes=0, wait_s=gpu.wait_s)
             box.remember(gpus=list(placement.uuids))
             visible = placement.indices
-        donor, cold_start_s = await ignite(host.backend(engine.name), box, engine, visible)
-        return await capture(host, donor, match.profile, cold_start_s, Stages(), keep=False)
+        with stages.timed("start engine"):
+            donor, cold_start_s = await ignite(host.backend(engine.name), box, engine, visible)
+        return await capture(host, donor, match.profile, cold_start_s, stages, keep=False)
     finally:
         await asyncio.shield(host.discard(box))
