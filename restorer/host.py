@@ -245,7 +245,7 @@ def build(config: Config, store_url: str) -> Host:
         progress=ProgressBoard(jobs),
         remains=Remains(state / "ended"),
         judge=judge,
-        backends=backends.build(criu, capability),
+        backends=backends.build(config.restorer, criu, capability),
     )
 
 
