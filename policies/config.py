@@ -16,6 +16,7 @@ from pydantic import AfterValidator, Field, JsonValue, ValidationError, field_va
 from policies.balance import Balance
 from policies.groups import Group
 from policies.holding import Bounds, Hold
+from policies.retention import Retention
 from policies.scalars import Bytes, Count, PositiveSeconds, Seconds, Section
 from policies.schedule import Window
 from policies.tenancy import Tenant
@@ -263,6 +264,8 @@ class Config(Section):
     """Who may ask. None: there are no API keys and everybody is one tenant."""
     groups: Mapping[str, Group] = {}
     """Models that exclude each other: each names its group."""
+    retention: Retention = Retention()
+    """How long snapshots are kept on this host."""
     trust: Trust = Trust()
     """Whose snapshots may be restored on this host, and what may be in them."""
     state_dir: Annotated[str, Field(pattern="^/")] = "/var/lib/rewake"

@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from pathlib import Path
 
 from policies.wire import HostReport, JobKind, OperationState
 from restorer import pipeline
+from restorer.collector import collect, sweep_weights, users_of
 from restorer.errors import Cancelled, RestorerError
 from restorer.host import Host, log
-from restorer.integrity import MANIFEST
 from restorer.jobs import Claim, Outcome, StoreUnavailable
 from restorer.replicas import Replicas
 from restorer.suspects import Suspects
@@ -21,6 +22,7 @@ from restorer.suspects import Suspects
 _TICK_S = 1.0
 _SUMMARY_EVERY = 5
 _RECONNECT_S = 0.5
+_RETAIN_S = 60.0
 _STOP_DRAIN_S = 2.0
 """At the restorer's own end the gateways have drained already, or are gone."""
 
@@ -41,7 +43,7 @@ class Worker:
         host = self._host
         await host.find_gpus()
         await self._prepare()
-        loops = [asyncio.create_task(loop) for loop in (self._listen(), self._keep_house(), self._claim_jobs())]
+        loops = [asyncio.create_task(loop) for loop in (self._listen(), self._keep_house(), self._claim_jobs(), self._retain())]
         waiter = asyncio.create_task(stop.wait())
         try:
             done, _ = await asyncio.wait([waiter, *loops], return_when=asyncio.FIRST_COMPLETED)
@@ -77,12 +79,7 @@ class Worker:
     def _sweep(self) -> list[str]:
         """Remove what was left half-made, and weights that no snapshot names any more."""
         snapshots, weights = self._host.snapshots, self._host.weights
-        removed = list(snapshots.sweep(older_than_s=0.0))
-        found = snapshots.list()
-        if len(found) < sum((path / MANIFEST).exists() for path in snapshots.root.iterdir()):
-            # A manifest of a later version cannot be read, and may name any of them.
-            return removed
-        return removed + list(weights.sweep({one.digest for manifest in found if manifest.gpu for one in manifest.gpu.weights}))
+        return [*snapshots.sweep(older_than_s=0.0), *sweep_weights(snapshots, weights, 0.0)]
 
     async def _listen(self) -> None:
         """Turn hints into wake-ups; a lost connection is opened again."""
@@ -210,6 +207,27 @@ class Worker:
                 log.warning("%s", error)
             tick += 1
             await asyncio.sleep(_TICK_S)
+
+    async def _retain(self) -> None:
+        """Every minute: remove what the retention lets go. Beside the house-keeping, since large files take their time."""
+        while True:
+            await asyncio.sleep(_RETAIN_S)
+            try:
+                await asyncio.to_thread(self._collect)
+            except OSError as error:
+                log.warning("snapshots could not be looked through for what may go: %s", error)
+
+    def _collect(self) -> None:
+        host = self._host
+        usable = {summary.id: summary.fits for summary in host.summaries()}
+        users = users_of(Path(host.config.run_dir))
+        done = collect(host.snapshots, host.weights, host.config.retention, usable=usable, users=users)
+        for removal in done.removed:
+            log.info("snapshot %s was removed (%s), %d bytes", removal.id, removal.reason, removal.bytes)
+        for name in (*done.debris, *done.weights):
+            log.info("%s was removed: no snapshot is made of it, or needs it", name)
+        for id, why in done.kept.items():
+            log.warning("snapshot %s was to go and stays: %s", id, why)
 
     async def _forget_stages(self, snapshots: set[str]) -> None:
         """How long starts from a snapshot took is of no use when it is gone."""

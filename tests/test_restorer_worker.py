@@ -65,7 +65,7 @@ async def bench(url: str, config: Config = CONFIG, snapshots: tuple[SnapshotSumm
         criu=None,
         capability="",
         discard=nothing,
-        weights=SimpleNamespace(sweep=lambda used: []),
+        weights=SimpleNamespace(sweep=lambda used, older_than_s: []),
         boxes=SimpleNamespace(discard=nothing, close=nothing, fill=nothing, survivors=nothing),
     )
     operations = Operations(store, Registry(config.models), lambda model: Sharing.of(config, model))
