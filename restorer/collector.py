@@ -6,7 +6,7 @@ stays. A crash in between leaves whole snapshots, and at most one folder without
 
 from __future__ import annotations
 
-import logging
+import asyncio
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -16,13 +16,14 @@ from pathlib import Path
 from policies.manifest import Manifest
 from policies.retention import Kept, Removal, Retention, plan
 from restorer import holds
-from restorer.errors import Environment, InUse, SnapshotError
+from restorer.errors import Environment, InUse, RestorerError, SnapshotError
+from restorer.host import Host, log
 from restorer.integrity import MANIFEST
 from restorer.snapshots import SnapshotStore
 from restorer.weights import WeightsStore
 
-log = logging.getLogger("rewake.restorer")
 _DEBRIS_S = 3600.0
+_EVERY_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,32 @@ class Collected:
     """What had been left half-made or half-removed."""
     weights: tuple[str, ...] = ()
     """Weights sets that no snapshot names any more."""
+
+
+async def run(host: Host) -> None:
+    """A round each minute, for as long as it is not cancelled; beside all else, since large files take their time to go."""
+    while True:
+        await asyncio.sleep(_EVERY_S)
+        try:
+            _report(await asyncio.to_thread(collect_on, host))
+        except (OSError, RestorerError) as error:
+            log.warning("snapshots could not be looked through for what may go: %s", error)
+
+
+def collect_on(host: Host, *, dry: bool = False) -> Collected:
+    """One round of :func:`collect` as a host's configuration says. Blocks."""
+    usable = {summary.id: summary.fits for summary in host.summaries()}
+    users = holds.users_of(Path(host.config.run_dir))
+    return collect(host.snapshots, host.weights, host.config.retention, usable=usable, users=users, dry=dry)
+
+
+def _report(done: Collected) -> None:
+    for removal in done.removed:
+        log.info("snapshot %s was removed (%s), %d bytes", removal.id, removal.reason, removal.bytes)
+    for name in (*done.debris, *done.weights):
+        log.info("%s was removed: no snapshot is made of it, or needs it", name)
+    for id, why in done.kept.items():
+        log.warning("snapshot %s was to go and stays: %s", id, why)
 
 
 def survey(store: SnapshotStore, usable: Mapping[str, bool], users: Mapping[str, str]) -> list[Kept]:
@@ -110,8 +137,3 @@ def sweep_weights(store: SnapshotStore, weights: WeightsStore, older_than_s: flo
 
 def _weights(manifest: Manifest) -> dict[str, int]:
     return {one.digest: one.bytes for one in manifest.gpu.weights} if manifest.gpu else {}
-
-
-def users_of(run_dir: Path) -> Mapping[str, str]:
-    """What runs on this host from which snapshot."""
-    return holds.running(run_dir / "boxes")

@@ -118,10 +118,10 @@ def holders(folder: Path) -> list[tuple[int, str]]:
     return [(pid, _command(pid)) for pid in dict.fromkeys(exact or alike)]
 
 
-def running(boxes: Path) -> dict[str, str]:
-    """Snapshot id -> the replica or box that was restored from it and lives, by the state files in ``boxes``."""
+def users_of(run_dir: Path) -> dict[str, str]:
+    """Snapshot id -> the replica or box that was restored from it and lives, by the boxes' state files."""
     found = {}
-    for file in sorted(boxes.glob("*.json")):
+    for file in sorted((run_dir / "boxes").glob("*.json")):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             record = json.loads(file.read_text())
             facts = record["facts"]

@@ -21,19 +21,22 @@ from policies.wire import SnapshotSummary
 from restorer import backends, cuda, hostfacts, inventory, profile
 from restorer.backend import Backend
 from restorer.box import Box, BoxFactory
-from restorer.collector import users_of
 from restorer.criu import Criu
 from restorer.cuda import Cuda
 from restorer.errors import RestorerError
 from restorer.gpus import Gpus
+from restorer.holds import users_of
 from restorer.integrity import MANIFEST
 from restorer.jobs import JobStore
 from restorer.ownership import way_to
 from restorer.probes import MINIMUM_CRIU
+from restorer.progress import ProgressBoard
+from restorer.remains import Remains
 from restorer.signatures import Judge
 from restorer.snapshots import SnapshotStore
 from restorer.stamps import Stamps
 from restorer.statefolder import judge_of, stamps_of
+from restorer.tally import Tally
 from restorer.weights import WeightsStore
 
 log = logging.getLogger("rewake.restorer")
@@ -97,11 +100,14 @@ class Host:
     """None: CRIU does not work here, so every start is a cold one."""
     capability: str
     """How CRIU was found, or what is missing."""
+    progress: ProgressBoard
+    remains: Remains
     judge: Judge
     """What signatures are worth under the configuration in force."""
     backends: Mapping[str, Backend] = field(default_factory=dict)
     """By their names."""
     news: News = field(default_factory=News)
+    tally: Tally = field(default_factory=Tally)
     _gone: dict[str, Model] = field(default_factory=dict)
     """The last settings of models that the configuration has no more: their replicas still have to end."""
 
@@ -145,6 +151,7 @@ class Host:
         except RestorerError as error:
             log.warning("box %s is ended without a checkpoint of its GPU state: %s", box.id, error)
         finally:
+            await asyncio.to_thread(self.remains.keep, box)
             await self.boxes.discard(box)
             self.gpus.release(box.id)
 
@@ -206,6 +213,8 @@ def _summary(manifest: Manifest, match: Match | RestorerError | None, quarantine
         quarantined=quarantined,
         signature=signature,
         mismatches=tuple(reasons),
+        engine=manifest.profile.engine,
+        cold_start_s=manifest.cold_start_s,
     )
 
 
@@ -223,11 +232,12 @@ def build(config: Config, store_url: str, *, stamps_file: str = "stamps.json") -
     name = socket.gethostname()
     judge = judge_of(config)
     helper = Cuda(cuda.command(config.restorer.gpu_helper))
+    jobs = JobStore(store_url, config.store.namespace, name)
     criu = None if binary is None else Criu(binary, config.restorer.criu_timeout_s)
     return Host(
         config=config,
         name=name,
-        jobs=JobStore(store_url, config.store.namespace, name),
+        jobs=jobs,
         boxes=BoxFactory(run_dir=run, state_dir=state, network=config.restorer.network, spare=config.restorer.parallel_starts),
         stamps=stamps,
         snapshots=SnapshotStore(state / "snapshots", stamps, judge.keys.sign, lambda: users_of(run)),
@@ -237,8 +247,10 @@ def build(config: Config, store_url: str, *, stamps_file: str = "stamps.json") -
         facts=hostfacts.probe(binary),
         criu=criu,
         capability=capability,
+        progress=ProgressBoard(jobs),
+        remains=Remains(state / "ended"),
         judge=judge,
-        backends=backends.build(criu, capability),
+        backends=backends.build(config.restorer, criu, capability),
     )
 
 

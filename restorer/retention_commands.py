@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from restorer.collector import collect, users_of
+from restorer.collector import collect_on
 from restorer.commands import AsJson, ConfigFile
 from restorer.console import print_json, print_table, size
 from restorer.host import build, find_gpus
@@ -38,9 +37,7 @@ def gc(
     except OSError as error:
         raise Failed(f"{error.filename}: {error.strerror}; snapshots belong to the user that runs the restorer") from None
     asyncio.run(find_gpus(host))
-    usable = {summary.id: summary.fits for summary in host.summaries()}
-    users = users_of(Path(parsed.run_dir))
-    done = collect(host.snapshots, host.weights, parsed.retention, usable=usable, users=users, dry=dry_run)
+    done = collect_on(host, dry=dry_run)
     if json_:
         return print_json(
             {

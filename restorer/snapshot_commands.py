@@ -18,10 +18,10 @@ import typer
 from policies.config import Config
 from policies.manifest import Manifest
 from policies.trust import shown
-from restorer.collector import users_of
 from restorer.commands import OK, AsJson, ConfigFile, NoWait, Timeout, finish, model_named
 from restorer.console import bytes_bar, on_gpu, print_json, print_table, size, when
 from restorer.errors import SnapshotError
+from restorer.holds import users_of
 from restorer.operator import FAILED, Admin, Failed, load
 from restorer.signatures import Judge
 from restorer.snapshots import SnapshotStore, verify_files, verify_weights

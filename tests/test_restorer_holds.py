@@ -20,8 +20,9 @@ from policies.manifest import Manifest
 from policies.retention import Retention
 from restorer import collector, holds
 from restorer import snapshots as module
-from restorer.collector import collect, users_of
+from restorer.collector import collect
 from restorer.errors import Environment, InUse
+from restorer.holds import users_of
 from restorer.processes import start_time
 from restorer.snapshots import SnapshotStore
 from restorer.stamps import Stamps
