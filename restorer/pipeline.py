@@ -198,9 +198,17 @@ async def _restored(attempt: Attempt, match: Match, manifest: Manifest) -> Insta
     host = attempt.host
     for mismatch in match.allowed:
         log.warning("snapshot %s is restored all the same: %s", manifest.id, mismatch)
+    with await asyncio.to_thread(host.snapshots.use, manifest.id):
+        return await _restored_from(attempt, manifest)
+
+
+async def _restored_from(attempt: Attempt, manifest: Manifest) -> Instance:
+    host = attempt.host
     await _verify_bytes(attempt, manifest)
     box = await host.boxes.take()
     try:
+        # From here on the box says what it needs, to whoever would remove it.
+        box.remember(snapshot=manifest.id)
         placement = await _placed(attempt, box, manifest.gpu)
         changes = {"snapshot": manifest.id, "incarnation": box.id, "start": "restored"}
         if attempt.record.state is State.MATCHING:

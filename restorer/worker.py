@@ -10,11 +10,10 @@ import contextlib
 import time
 
 from policies.wire import HostReport, JobKind, OperationState, SnapshotSummary
-from restorer import accounts, pipeline
+from restorer import accounts, collector, pipeline
 from restorer.accounts import Held
 from restorer.errors import Cancelled, RestorerError
 from restorer.host import Host, log
-from restorer.integrity import MANIFEST
 from restorer.jobs import Claim, Outcome, StoreUnavailable
 from restorer.replicas import Replicas
 from restorer.suspects import Suspects
@@ -45,9 +44,8 @@ class Worker:
         host = self._host
         await host.find_gpus()
         await self._prepare()
-        loops = [
-            asyncio.create_task(loop) for loop in (self._listen(), self._keep_house(), self._claim_jobs(), self._tasks.run())
-        ]
+        work = (self._listen(), self._keep_house(), self._claim_jobs(), self._tasks.run(), collector.run(host))
+        loops = [asyncio.create_task(loop) for loop in work]
         waiter = asyncio.create_task(stop.wait())
         try:
             done, _ = await asyncio.wait([waiter, *loops], return_when=asyncio.FIRST_COMPLETED)
@@ -85,12 +83,7 @@ class Worker:
     def _sweep(self) -> list[str]:
         """Remove what was left half-made, and weights that no snapshot names any more."""
         snapshots, weights = self._host.snapshots, self._host.weights
-        removed = list(snapshots.sweep(older_than_s=0.0))
-        found = snapshots.list()
-        if len(found) < sum((path / MANIFEST).exists() for path in snapshots.root.iterdir()):
-            # A manifest of a later version cannot be read, and may name any of them.
-            return removed
-        return removed + list(weights.sweep({one.digest for manifest in found if manifest.gpu for one in manifest.gpu.weights}))
+        return [*snapshots.sweep(older_than_s=0.0), *collector.sweep_weights(snapshots, weights, 0.0)]
 
     async def _listen(self) -> None:
         """Turn hints into wake-ups; a lost connection is opened again."""
