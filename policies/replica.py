@@ -158,5 +158,7 @@ class Replica(BaseModel):
     """How its snapshot was read, and why so."""
     floor_s: float | None = None
     """What a restore of it takes at the least on its host, in seconds; see :mod:`policies.floor`. None: unknown."""
+    trace: str = ""
+    """``traceparent`` of its start, when somebody traces that."""
     updated_ms: int = 0
     """Wall-clock time of the write, for people; nothing is decided by it."""

@@ -27,6 +27,7 @@ from restorer.cuda import Cuda
 from restorer.errors import RestorerError
 from restorer.floor import Speed
 from restorer.gpus import Gpus
+from restorer.holds import users_of
 from restorer.integrity import MANIFEST
 from restorer.jobs import JobStore
 from restorer.ownership import way_to
@@ -37,6 +38,7 @@ from restorer.signatures import Judge
 from restorer.snapshots import SnapshotStore
 from restorer.stamps import Stamps
 from restorer.statefolder import judge_of, stamps_of
+from restorer.tally import Tally
 from restorer.weights import WeightsStore
 
 log = logging.getLogger("rewake.restorer")
@@ -109,6 +111,7 @@ class Host:
     speed: Speed | None = None
     """How fast this host is."""
     news: News = field(default_factory=News)
+    tally: Tally = field(default_factory=Tally)
     _gone: dict[str, Model] = field(default_factory=dict)
     """The last settings of models that the configuration has no more: their replicas still have to end."""
 
@@ -229,13 +232,17 @@ def _summary(manifest: Manifest, match: Match | RestorerError | None, quarantine
     )
 
 
-def build(config: Config, store_url: str) -> Host:
-    """Probe this machine and put the parts together. Blocks for as long as CRIU's own check takes."""
+def build(config: Config, store_url: str, *, stamps_file: str = "stamps.json") -> Host:
+    """Probe this machine and put the parts together. Blocks for as long as CRIU's own check takes.
+
+    Args:
+        stamps_file: another one for a command that runs beside the restorer.
+    """
     state, run = Path(config.state_dir), Path(config.run_dir)
     for folder in (state, run):
         folder.mkdir(parents=True, exist_ok=True)
     binary, capability = find_criu(config.restorer.criu)
-    stamps = stamps_of(config, "stamps.json")
+    stamps = stamps_of(config, stamps_file)
     name = socket.gethostname()
     judge = judge_of(config)
     helper = Cuda(cuda.command(config.restorer.gpu_helper))
@@ -247,7 +254,7 @@ def build(config: Config, store_url: str) -> Host:
         jobs=jobs,
         boxes=BoxFactory(run_dir=run, state_dir=state, network=config.restorer.network, spare=config.restorer.parallel_starts),
         stamps=stamps,
-        snapshots=SnapshotStore(state / "snapshots", stamps, judge.keys.sign),
+        snapshots=SnapshotStore(state / "snapshots", stamps, judge.keys.sign, lambda: users_of(run)),
         weights=WeightsStore(state / "weights", stamps),
         cuda=helper,
         gpus=Gpus(helper, None),
@@ -257,10 +264,19 @@ def build(config: Config, store_url: str) -> Host:
         progress=ProgressBoard(jobs),
         remains=Remains(state / "ended"),
         judge=judge,
-        backends=backends.build(criu, capability),
+        backends=backends.build(config.restorer, criu, capability),
     )
     host.speed = Speed(state, host.pcie)
     return host
+
+
+async def find_gpus(host: Host) -> None:
+    """What a command asks of the GPUs, in a helper that ends with it."""
+    try:
+        await host.find_gpus()
+    finally:
+        await host.cuda.close()
+        await host.jobs.close()
 
 
 def find_criu(name: str) -> tuple[Path | None, str]:

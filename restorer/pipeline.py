@@ -10,12 +10,11 @@ import asyncio
 import time
 from typing import Any
 
-from policies import floor, reading
 from policies.compat import Mismatch
 from policies.manifest import GpuState, Manifest
 from policies.replica import Event, Replica, State, advance
 from policies.wire import Failure, JobKind, OperationState
-from restorer import canary, gpustate, prefetch
+from restorer import accounts, canary, gpustate, prefetch
 from restorer.box import Box
 from restorer.capture import capture
 from restorer.engines import HttpEngine, adapter
@@ -37,6 +36,7 @@ from restorer.instance import Instance, connect, ignite, last_words
 from restorer.integrity import verify_files
 from restorer.jobs import Claim, LeaseLost, Outcome, StoreUnavailable, demand
 from restorer.prefetch import Touched
+from restorer.reckoning import reckoned, told
 from restorer.replicas import Replicas
 from restorer.stages import Stages
 from restorer.suspended import Suspended
@@ -53,9 +53,11 @@ class Attempt:
     """One try of a START job: its record and its clock."""
 
     def __init__(self, host: Host, claim: Claim) -> None:
-        self.host, self.claim, self.stages = host, claim, host.progress.stages(claim.job)
+        self.host, self.claim, self.began = host, claim, time.monotonic()
+        self.stages = host.progress.stages(claim.job)
         model = host.model(claim.job.model)
         self.engine = adapter(claim.job.model, model)
+        self.source: Manifest | None = None
         self.record = Replica(
             id=claim.job.replica,
             model=claim.job.model,
@@ -83,15 +85,6 @@ class Attempt:
         record = self.record.model_copy(update={"updated_ms": time.time_ns() // 1_000_000, **changes})
         await self.host.jobs.write(record, self.claim)
         self.record = record
-
-    def judge(self, manifest: Manifest) -> None:
-        """Say in the record what the least would have been, and how the snapshot was read."""
-        rates, chosen = self.host.rates, reading.choices(self.engine.model.restore, manifest, self.host.rates)
-        self.record = self.record.model_copy(update={"choices": chosen})
-        if rates is not None:
-            apart = floor.apart_bytes(manifest)
-            self.stages.done, floor_s = floor.judged(self.stages.done, rates, canary_s=manifest.canary_s, apart_bytes=apart)
-            self.record = self.record.model_copy(update={"floor_s": floor_s})
 
     async def still_wanted(self) -> None:
         """The last exit before the point of no return; raises Cancelled when demand asked for this and is gone."""
@@ -177,18 +170,14 @@ async def _resumed(attempt: Attempt, match: Match, manifest: Manifest, suspended
 
 
 async def _proved(attempt: Attempt, instance: Instance, manifest: Manifest, touched: Touched | None = None) -> None:
-    """It repeats the donor's answers; raises CanaryDiffers otherwise.
-
-    Args:
-        touched: what of mapped files that takes, and where it lay when the restore began.
-    """
-    with attempt.stages.timed("canary") as stage:
-        if touched is not None and touched.bytes:
-            stage.of(round(touched.bytes * touched.cached), touched.bytes)
+    """It repeats the donor's answers; raises CanaryDiffers otherwise."""
+    with accounts.compared(attempt.host.tally, attempt.record.model), attempt.stages.timed("canary") as stage:
+        if touched is not None:
+            stage.of(touched.cached, touched.bytes)
         async with connect(instance) as client:
             verdict = await canary.check(client, attempt.engine, manifest.canary)
-    if not verdict.equal:
-        raise CanaryDiffers(f"the replica does not repeat its donor's answers: {verdict.difference}")
+        if not verdict.equal:
+            raise CanaryDiffers(f"the replica does not repeat its donor's answers: {verdict.difference}")
 
 
 async def _restored_or_cold(attempt: Attempt, match: Match, manifest: Manifest) -> Instance:
@@ -203,6 +192,7 @@ async def _restored_or_cold(attempt: Attempt, match: Match, manifest: Manifest) 
             await asyncio.to_thread(host.snapshots.quarantine, manifest.id, str(error))
         if host.model(claim.job.model).on_restore_failure == "reject":
             raise
+        accounts.fell_back(host.tally, attempt.record, error)
         event = Event.START if attempt.record.state is State.MATCHING else Event.FALL_BACK
         return await _cold(attempt, match, event, f"restore of snapshot {manifest.id} failed: {error}")
 
@@ -212,9 +202,17 @@ async def _restored(attempt: Attempt, match: Match, manifest: Manifest) -> Insta
     host = attempt.host
     for mismatch in match.allowed:
         log.warning("snapshot %s is restored all the same: %s", manifest.id, mismatch)
+    with await asyncio.to_thread(host.snapshots.use, manifest.id):
+        return await _restored_from(attempt, manifest)
+
+
+async def _restored_from(attempt: Attempt, manifest: Manifest) -> Instance:
+    host = attempt.host
     await _verify_bytes(attempt, manifest)
     box = await host.boxes.take()
     try:
+        # From here on the box says what it needs, to whoever would remove it.
+        box.remember(snapshot=manifest.id)
         placement = await _placed(attempt, box, manifest.gpu)
         changes = {"snapshot": manifest.id, "incarnation": box.id, "start": "restored"}
         if attempt.record.state is State.MATCHING:
@@ -224,13 +222,11 @@ async def _restored(attempt: Attempt, match: Match, manifest: Manifest) -> Insta
             # A suspended engine was tried first, and the point of no return is passed.
             await attempt.amend(**changes)
         folder = host.snapshots.folder(manifest.id)
-        files, _ = reading.ahead(attempt.engine.model.restore, manifest.files)
-        touched = await asyncio.to_thread(prefetch.look, manifest.files)
-        async with prefetch.beside(files):
+        async with prefetch.beside(manifest.files, attempt.engine.model.restore) as touched:
             instance = await gpustate.revive(host, box, attempt.engine, manifest, folder, attempt.stages, placement)
             await attempt.advance(Event.UP)
             await _proved(attempt, instance, manifest, touched)
-        attempt.judge(manifest)
+        attempt.source = manifest
         return instance
     except (EngineDied, EngineNotReady) as error:
         words = last_words(box)
@@ -271,11 +267,15 @@ async def _verify_bytes(attempt: Attempt, manifest: Manifest) -> None:
     with attempt.stages.timed("verify bytes") as stage:
         stage.bytes = manifest.bytes
         faults = list(await asyncio.to_thread(host.snapshots.verify, manifest, full=False))
+        accounts.faulty(host.tally, attempt.record.model, "bytes", faults)
         if manifest.gpu is not None:
-            faults += await asyncio.to_thread(host.weights.verify, manifest.gpu.weights)
+            found = await asyncio.to_thread(host.weights.verify, manifest.gpu.weights)
+            accounts.faulty(host.tally, attempt.record.model, "weights", found)
+            faults += found
         if faults:
             raise SnapshotError(f"snapshot {manifest.id} was changed: " + "; ".join(map(str, faults[:_SHOWN])))
         changed = await asyncio.to_thread(verify_files, manifest, host.stamps)
+        accounts.faulty(host.tally, attempt.record.model, "file", changed)
     if changed:
         remedy = "bring the donor's version back, or make a new snapshot with `rewake snapshot create`"
         raise HostIncompatible([Mismatch(f"file {fault.path}", fault.expected, fault.found, remedy) for fault in changed])
@@ -313,10 +313,9 @@ async def _cold(attempt: Attempt, match: Match, event: Event, why: str) -> Insta
 
 async def _admit(attempt: Attempt, instance: Instance, replicas: Replicas) -> None:
     """Open traffic: one write makes the record ADMITTED and the job settled."""
-    took_s = round(attempt.stages.elapsed_s, 6)
-    admitted = attempt.moved(Event.ADMIT, address=instance.box.address, took_s=took_s)
-    if (account := floor.account(admitted)) is not None:
-        log.info("%s was restored: %s", admitted.id, account.text)
+    changes = reckoned(attempt.stages, attempt.source, attempt.engine.model.restore, attempt.host.rates)
+    admitted = attempt.moved(Event.ADMIT, address=instance.box.address, **changes)
+    told(admitted)
     try:
         # First on this host's disk, so that a restorer that dies here finds an engine that it may or may not adopt.
         instance.box.remember(record=admitted.model_dump(mode="json"), inner_pid=instance.inner_pid)
@@ -324,6 +323,7 @@ async def _admit(attempt: Attempt, instance: Instance, replicas: Replicas) -> No
     except BaseException:
         await asyncio.shield(attempt.host.discard(instance.box))
         raise
+    accounts.admitted(attempt.host.tally, admitted, attempt.began)
     replicas.adopt(instance, admitted)
 
 
@@ -331,18 +331,20 @@ async def _give_up(attempt: Attempt, error: RestorerError) -> None:
     """Settle or release the job of a start that failed; everything it made is gone already."""
     host, claim = attempt.host, attempt.claim
     if isinstance(error, Cancelled):
-        await host.jobs.settle(
-            claim, Outcome(OperationState.CANCELLED, str(error)), attempt.moved(Event.CANCEL, reason=str(error))
-        )
+        cancelled = attempt.moved(Event.CANCEL, reason=str(error))
+        await host.jobs.settle(claim, Outcome(OperationState.CANCELLED, str(error)), cancelled)
+        accounts.failed(host.tally, cancelled, error)
         return
     passing = isinstance(error, ToolFailed | ToolHung | EngineDied | EngineNotReady) or error.kind == "environment"
     if passing and claim.attempts < host.config.restorer.max_attempts:
         log.warning("start of %s failed, to be tried again: %s", claim.job.replica, error)
         await attempt.advance(Event.LEASE_LOST, incarnation="", start=None, reason=str(error))
         await host.jobs.release(claim, _RETRY_S * claim.attempts)
+        accounts.given_back(host.tally, attempt.record, error)
         return
     log.error("start of %s failed: %s", claim.job.replica, error)
     differs = isinstance(error, CanaryDiffers) and attempt.record.state is State.VERIFYING
+    ended = attempt.moved(Event.DIFFER if differs else Event.FAIL, reason=str(error))
     await host.jobs.settle(
         claim,
         Outcome(
@@ -352,8 +354,9 @@ async def _give_up(attempt: Attempt, error: RestorerError) -> None:
             failure=Failure(code="restore_failed", detail=error.brief, operation=claim.job.operation),
             failure_s=host.config.restorer.failure_backoff_s,
         ),
-        attempt.moved(Event.DIFFER if differs else Event.FAIL, reason=str(error)),
+        ended,
     )
+    accounts.failed(host.tally, ended, error)
 
 
 async def make_snapshot(host: Host, claim: Claim) -> None:

@@ -16,7 +16,9 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from policies import reading
 from policies.manifest import Manifest, MappedFile
+from policies.reading import Restore
 from restorer import inventory, pagecache
 
 _BLOCK = 1 << 20
@@ -27,21 +29,20 @@ _MAPPING = re.compile(r"[0-9a-f]+-[0-9a-f]+ .{4} [0-9a-f]+ [0-9a-f]+:[0-9a-f]+ \
 
 @dataclass(frozen=True, slots=True)
 class Touched:
-    """What of mapped files an engine's canary needs."""
+    """What of mapped files an engine's canary needs, and how much of that lay in the page cache at the beginning, in bytes."""
 
+    cached: int
     bytes: int
-    cached: float
-    """Share of it that lay in the page cache at the beginning."""
 
 
-def look(files: Sequence[MappedFile]) -> Touched:
-    """What of these files a canary needs, and where it lies now. Blocks for microseconds a file."""
+def look(files: Sequence[MappedFile]) -> Touched | None:
+    """What of these files a canary needs, and where it lies now; None: nothing. Blocks for microseconds a file."""
     needed = cached = 0.0
     for file in files:
         if file.touched and (found := _share(file.path)) is not None:
             needed += file.touched
             cached += file.touched * found
-    return Touched(int(needed), round(cached / needed, 4) if needed else 1.0)
+    return Touched(int(cached), int(needed)) if needed else None
 
 
 def _share(path: str) -> float | None:
@@ -53,13 +54,18 @@ def _share(path: str) -> float | None:
 
 
 @contextlib.asynccontextmanager
-async def beside(files: Sequence[MappedFile]) -> AsyncIterator[None]:
-    """Read files into the page cache while the body runs, and not a block longer. What cannot be read is left out."""
+async def beside(mapped: Sequence[MappedFile], settings: Restore) -> AsyncIterator[Touched | None]:
+    """Read what is worth it of an engine's mapped files while the body restores it, and not a block longer.
+
+    Yields what of them its canary will need. What cannot be read is left out.
+    """
+    files, _ = reading.ahead(settings, mapped)
+    touched = await asyncio.to_thread(look, mapped)
     stopped = threading.Event()
     with concurrent.futures.ThreadPoolExecutor(_READERS, "prefetch") as pool:
         readers = [pool.submit(_read, files, number, stopped) for number in range(_READERS if files else 0)]
         try:
-            yield
+            yield touched
         finally:
             stopped.set()
             await asyncio.shield(asyncio.gather(*map(asyncio.wrap_future, readers)))

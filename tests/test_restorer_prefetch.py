@@ -12,9 +12,11 @@ from conftest import eventually
 from test_policies_compat import manifest as any_manifest
 
 from policies.manifest import MappedFile
+from policies.reading import LEAST_BYTES, Restore
 from restorer import pagecache, prefetch
 
 MIB = 1 << 20
+ON = Restore(prefetch="on")
 
 
 def mapped(path: Path, touched: int | None = None) -> MappedFile:
@@ -23,9 +25,9 @@ def mapped(path: Path, touched: int | None = None) -> MappedFile:
 
 @pytest.fixture
 def cold(tmp_path: Path) -> Path:
-    """8 MiB of a file that is not in the page cache."""
+    """A big file that is not in the page cache."""
     path = tmp_path / "weights"
-    path.write_bytes(os.urandom(8 * MIB))
+    path.write_bytes(os.urandom(8 * MIB) * (LEAST_BYTES // (8 * MIB)))
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -38,29 +40,29 @@ def cold(tmp_path: Path) -> Path:
 
 
 async def test_files_are_in_the_page_cache_soon_after_the_body_began(cold: Path) -> None:
-    async with prefetch.beside([mapped(cold)]):
-        await eventually(lambda: pagecache.share([cold]) == (8 * MIB, 8 * MIB), what="the file in the page cache")
+    async with prefetch.beside([mapped(cold)], ON):
+        await eventually(lambda: pagecache.share([cold]) == (LEAST_BYTES, LEAST_BYTES), what="the file in the page cache")
 
 
 async def test_nothing_is_read_after_the_body(cold: Path) -> None:
     sizes = [mapped(cold).model_copy(update={"bytes": 1 << 40})]
     async with asyncio.timeout(20):
-        async with prefetch.beside(sizes):
+        async with prefetch.beside(sizes, ON):
             pass
 
 
 async def test_a_file_that_cannot_be_read_is_left_to_those_who_need_it(tmp_path: Path) -> None:
-    gone = MappedFile(path=str(tmp_path / "gone"), bytes=8 * MIB, sha256="0", touched=8 * MIB)
-    async with prefetch.beside([gone]):
+    gone = MappedFile(path=str(tmp_path / "gone"), bytes=LEAST_BYTES, sha256="0", touched=8 * MIB)
+    async with prefetch.beside([gone], ON):
         pass
-    assert prefetch.look([gone]) == prefetch.Touched(0, 1.0)
+    assert prefetch.look([gone]) is None
 
 
 def test_what_a_canary_needs_is_where_its_file_is(cold: Path, tmp_path: Path) -> None:
     warm = tmp_path / "warm"
     warm.write_bytes(bytes(4 * MIB))
-    assert prefetch.look([mapped(cold, 3 * MIB), mapped(warm, 1 * MIB), mapped(warm)]) == prefetch.Touched(4 * MIB, 0.25)
-    assert prefetch.look([mapped(cold, 0)]) == prefetch.Touched(0, 1.0)
+    assert prefetch.look([mapped(cold, 3 * MIB), mapped(warm, 1 * MIB), mapped(warm)]) == prefetch.Touched(1 * MIB, 4 * MIB)
+    assert prefetch.look([mapped(cold, 0)]) is None
 
 
 def test_what_a_process_has_touched_of_a_file_is_counted(tmp_path: Path) -> None:
