@@ -63,6 +63,7 @@ class Attempt:
             host=host.name,
             port=model.engine.port,
             concurrency=model.concurrency,
+            trace=claim.job.trace,
         )
 
     def moved(self, event: Event, **changes: Any) -> Replica:
