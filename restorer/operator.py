@@ -131,6 +131,10 @@ class Admin:
         """Every replica's record with ``inflight``, by slot."""
         return sorted(self.call("GET", "replicas")["replicas"], key=lambda replica: str(replica["id"]))
 
+    def overview(self, after: str = "", wait_s: float = 0.0) -> dict[str, Any]:
+        """Everything at a glance; what came after version ``after``, or as it is ``wait_s`` seconds later."""
+        return self.call("GET", "overview", query={"after": after, "wait": f"{wait_s:g}"}, more_s=wait_s)
+
     def replica(self, name: str) -> dict[str, Any]:
         """One replica, by its slot or its incarnation."""
         replicas = self.replicas()
