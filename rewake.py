@@ -23,11 +23,16 @@ import typer
 
 from gateway import keys
 from policies.config import Config
+<<<<<<< HEAD
 from policies.replica import TERMINAL
 from restorer import commands, rundir, snapshot_commands, support, top, trust_commands
+=======
+from policies.replica import TERMINAL, Replica
+from restorer import commands, retention_commands, rundir, snapshot_commands, trust_commands
+>>>>>>> main
 from restorer import doctor as doctors
 from restorer.commands import AsJson, ConfigFile, NoWait, Timeout, finish, model_named
-from restorer.console import print_json, print_table, when
+from restorer.console import print_json, print_start, print_table, when
 from restorer.errors import RestorerError
 from restorer.operator import DEFAULTS, FAILED, USAGE, Admin, Failed, load
 from restorer.remains import ENGINE_LOG, Remains
@@ -40,6 +45,7 @@ _ID = re.compile(r"[0-9a-f]{16}")
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Cold starts that are none.")
 trust_commands.add(snapshot_commands.snapshots)
+retention_commands.add(snapshot_commands.snapshots)
 app.add_typer(snapshot_commands.snapshots, name="snapshot")
 
 Worker = Annotated[int, typer.Option(min=0, help="Number of this worker; workers share one port.")]
@@ -158,7 +164,11 @@ for _each in (keys.key, commands.reload, commands.restart, top.top, support.supp
 
 
 @app.command()
-def ps(config: ConfigFile = None, json_: AsJson = False) -> None:
+def ps(
+    config: ConfigFile = None,
+    json_: AsJson = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say where each restore's time went, and why so.")] = False,
+) -> None:
     """List the replicas."""
     with Admin(load(config)[1]) as admin:
         replicas = admin.replicas()
@@ -166,6 +176,9 @@ def ps(config: ConfigFile = None, json_: AsJson = False) -> None:
         return print_json(replicas)
     titles = ["REPLICA", "STATE", "START", "SNAPSHOT", "INFLIGHT", "ADDRESS", "INCARNATION", "SINCE", "REASON"]
     print_table(titles, [_replica_row(replica) for replica in replicas])
+    if verbose:
+        for replica in replicas:
+            print_start(Replica.model_validate(replica))
 
 
 def _replica_row(r: Mapping[str, Any]) -> list[str]:
