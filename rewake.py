@@ -23,13 +23,8 @@ import typer
 
 from gateway import keys
 from policies.config import Config
-<<<<<<< HEAD
-from policies.replica import TERMINAL
-from restorer import commands, rundir, snapshot_commands, support, top, trust_commands
-=======
 from policies.replica import TERMINAL, Replica
-from restorer import commands, retention_commands, rundir, snapshot_commands, trust_commands
->>>>>>> main
+from restorer import commands, retention_commands, rundir, snapshot_commands, support, top, trust_commands
 from restorer import doctor as doctors
 from restorer.commands import AsJson, ConfigFile, NoWait, Timeout, finish, model_named
 from restorer.console import print_json, print_start, print_table, when

@@ -13,19 +13,13 @@ from collections.abc import Awaitable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-<<<<<<< HEAD
 from cryptography import x509
 
 from policies.config import Config, Model, Tls
-from restorer import embedded, gpudoctor, probes, rundir
-from restorer.errors import Environment
-=======
-from policies.config import Config, Model
 from policies.floor import forecast_s
 from policies.manifest import Manifest
 from restorer import embedded, floor, gpudoctor, probes, rundir
 from restorer.errors import Environment, RestorerError
->>>>>>> main
 from restorer.keyring import KeyRing
 from restorer.ownership import way_to
 from restorer.probes import Finding
