@@ -24,12 +24,13 @@ import typer
 from gateway import keys
 from policies.config import Config
 from policies.replica import TERMINAL, Replica
-from restorer import commands, retention_commands, rundir, snapshot_commands, trust_commands
+from restorer import commands, retention_commands, rundir, snapshot_commands, support, top, trust_commands
 from restorer import doctor as doctors
 from restorer.commands import AsJson, ConfigFile, NoWait, Timeout, finish, model_named
 from restorer.console import print_json, print_start, print_table, when
 from restorer.errors import RestorerError
 from restorer.operator import DEFAULTS, FAILED, USAGE, Admin, Failed, load
+from restorer.remains import ENGINE_LOG, Remains
 from restorer.up import Up, command, environment
 
 OK, INTERRUPTED = 0, 130
@@ -151,7 +152,7 @@ def doctor(config: ConfigFile = None, json_: AsJson = False) -> None:
     raise typer.Exit(FAILED if any(finding.ok == "fail" for finding in findings) else OK)
 
 
-for _each in (keys.key, commands.reload, commands.restart):
+for _each in (keys.key, commands.reload, commands.restart, top.top, support.support):
     app.command()(_each)
 
 # ---------------------------------------------------------------- replicas
@@ -217,15 +218,8 @@ def logs(
     lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="How many of the last lines.")] = 50,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until Ctrl-C.")] = False,
 ) -> None:
-    """Print the end of the engine's log of one REPLICA (model#slot, or an incarnation)."""
-    parsed = load(config)[1]
-    boxes, incarnation = Path(parsed.state_dir) / "boxes", replica
-    if not (_SAFE.fullmatch(replica) and (boxes / replica).is_dir()):
-        with Admin(parsed) as admin:
-            incarnation = str(admin.replica(replica)["incarnation"])
-    if not _SAFE.fullmatch(incarnation):
-        raise Failed(f"{replica} does not run, so it has no log")
-    path = boxes / incarnation.partition("-")[0] / "private" / "engine.log"
+    """Print the end of the engine's log of one REPLICA (model#slot, or an incarnation); of the last that ended it is kept."""
+    path = _log(load(config)[1], replica)
     try:
         # The engine can write to that folder: a link in it could lead anywhere.
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
@@ -235,8 +229,31 @@ def logs(
                 time.sleep(_FOLLOW_S)
                 sys.stdout.buffer.write(file.read())
     except OSError as error:
-        raise Failed(f"{path}: {error.strerror}; a log is on the replica's host, for its user, while the replica runs") from None
+        raise Failed(f"{path}: {error.strerror}; a log is on the replica's host, for its user") from None
     sys.stdout.flush()
+
+
+def _log(config: Config, replica: str) -> Path:
+    """Where the log of a replica is, running or ended."""
+    state_dir, incarnation = Path(config.state_dir), replica
+    if not (_SAFE.fullmatch(replica) and (state_dir / "boxes" / replica).is_dir()):
+        ended = Remains(state_dir / "ended").find(replica)
+        try:
+            with Admin(config) as admin:
+                incarnation = str(admin.replica(replica)["incarnation"])
+        except Failed:
+            # What has ended is found without a gateway.
+            if ended is None:
+                raise
+            return ended.log()
+    box = incarnation.partition("-")[0]
+    running = state_dir / "boxes" / box / "private" / ENGINE_LOG
+    if _SAFE.fullmatch(incarnation) and running.parent.is_dir():
+        return running
+    ended = Remains(state_dir / "ended").find(incarnation or replica) or Remains(state_dir / "ended").find(replica)
+    if ended is None:
+        raise Failed(f"{replica} does not run, and no log of it is kept here; a log is on the replica's host")
+    return ended.log()
 
 
 if __name__ == "__main__":

@@ -27,7 +27,9 @@ def when(ms: int) -> str:
 
 def size(count: int) -> str:
     """Bytes, for people."""
-    return f"{count / (1 << 30):.2f} GiB" if count >= 1 << 30 else f"{count / (1 << 20):.1f} MiB"
+    if count >= 1 << 30:
+        return f"{count / (1 << 30):.2f} GiB"
+    return f"{count / (1 << 20):.1f} MiB" if count >= 50 << 10 else f"{count / (1 << 10):.1f} KiB"
 
 
 def on_gpu(state: GpuState | None) -> str:

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import ssl
 from collections.abc import Awaitable, Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from policies.config import Config, Model
+from cryptography import x509
+
+from policies.config import Config, Model, Tls
 from policies.floor import forecast_s
 from policies.manifest import Manifest
 from restorer import embedded, floor, gpudoctor, probes, rundir
@@ -24,6 +28,7 @@ from restorer.stamps import Stamps
 
 _DEADLINE_S = 40.0
 _STORE_S = 5.0
+_RENEW = timedelta(days=14)
 
 
 async def examine(config: Config) -> list[Finding]:
@@ -52,6 +57,7 @@ async def examine(config: Config) -> list[Finding]:
         "gpu": probes.gpu(),
         "account": asyncio.to_thread(account, config),
         "run_dir": asyncio.to_thread(run_dir, config),
+        **({"tls": asyncio.to_thread(tls, config.gateway.tls)} if config.gateway.tls else {}),
         "ownership": asyncio.to_thread(ownership, config),
         "trust": asyncio.to_thread(trust, config),
     }
@@ -132,6 +138,25 @@ def trust(config: Config) -> Finding:
         return Finding("trust", "fail", fault, "mend that, or snapshots of such keys are refused")
     signs = f", new snapshots are signed by {ring.signer().id}" if ring.trust.sign_with else ", nothing is signed here"
     return Finding("trust", "ok", f"{ring.trust.demand}: {', '.join(sorted(keys))}{signs}")
+
+
+def tls(pair: Tls) -> Finding:
+    """The certificate and its key fit together, and for how long."""
+    mend = "mend gateway.tls: PEM files, the server's own certificate first, readable by whoever runs `rewake up`"
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(pair.certificate, pair.key, password=lambda: b"")
+        own = x509.load_pem_x509_certificates(Path(pair.certificate).read_bytes())[0]
+    except ssl.SSLError as error:
+        return Finding("tls", "fail", f"{pair.certificate} and {pair.key} are no pair: {error.reason or error}", mend)
+    except (OSError, ValueError) as error:
+        return Finding("tls", "fail", f"{getattr(error, 'filename', None) or pair.certificate}: {error}", mend)
+    left = own.not_valid_after_utc - datetime.now(UTC)
+    until = f"{own.not_valid_after_utc:%Y-%m-%d}"
+    if left.total_seconds() <= 0:
+        return Finding("tls", "fail", f"the certificate ended on {until}", "renew it: new files are taken up within seconds")
+    if left < _RENEW:
+        return Finding("tls", "warn", f"the certificate ends on {until}", "renew it: new files are taken up within seconds")
+    return Finding("tls", "ok", f"certificate and key fit, until {until}")
 
 
 def _model(name: str, model: Model) -> Iterator[Finding]:
