@@ -53,13 +53,8 @@ console = Console(highlight=False)
 def settings(variant: str, gguf: Path, **more: Any) -> dict[str, Any]:
     """One model: its weights in memory, or mapped."""
     options = ["--host", "0.0.0.0", "--port", "8000", "--ctx-size", "512", "--parallel", "1", "--no-webui"]
-    command = [
-        os.environ["REWAKE_LLAMA_SERVER"],
-        "--model",
-        str(gguf),
-        *options,
-        *(["--load-mode", "none"] if variant == "memory" else []),
-    ]
+    loading = ["--load-mode", "none"] if variant == "memory" else []
+    command = [os.environ["REWAKE_LLAMA_SERVER"], "--model", str(gguf), *options, *loading]
     return {
         "engine": {"kind": "llama-server", "command": command},
         "weights": [str(gguf)],
