@@ -18,6 +18,7 @@ from policies.groups import Group
 from policies.holding import Bounds, Hold
 from policies.scalars import Bytes, Count, PositiveSeconds, Seconds, Section
 from policies.schedule import Window
+from policies.storage import Storage
 from policies.tenancy import Tenant
 
 _MODEL_NAME = re.compile(r"[^\s\x00-\x1f\x7f#]{1,200}")
@@ -258,6 +259,7 @@ class Config(Section):
     gateway: Gateway = Gateway()
     restorer: Restorer = Restorer()
     store: Store = Store()
+    storage: Storage = Storage()
     tenants: Mapping[str, Tenant] = {}
     """Who may ask. None: there are no API keys and everybody is one tenant."""
     groups: Mapping[str, Group] = {}

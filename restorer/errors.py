@@ -77,6 +77,12 @@ class Environment(RestorerError):
     kind = "environment"
 
 
+class RemoteFailed(RestorerError):
+    """A store outside this host does not do what it is asked: unreachable, no such bucket, no right, no room."""
+
+    kind = "environment"
+
+
 class EngineDied(RestorerError):
     """The engine's process ended by itself."""
 

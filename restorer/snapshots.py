@@ -28,9 +28,9 @@ import shutil
 import socket
 import stat
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 
 from pydantic import ValidationError
 
@@ -39,6 +39,7 @@ from restorer import chunks
 from restorer.errors import SnapshotError
 from restorer.files import allocated, dig_holes, disk_space, fsync, fsync_tree, write_durable
 from restorer.integrity import FOLDERS, MANIFEST, Fault, differences, named, shape, strangers, verify_files
+from restorer.partial import PREFIX, Partial
 from restorer.stamps import SETTLE_NS, THREADS, Stamps
 from restorer.trees import capture_tree, lay_tree
 from restorer.weights import verify_weights
@@ -48,6 +49,9 @@ __all__ = ["Fault", "SnapshotStore", "Staging", "capture_tree", "lay_tree", "ver
 _ID = re.compile(r"[0-9a-f]{16}")
 _DIG_FROM = 1 << 20
 """Smaller files are not worth a process that looks for zeros in them."""
+
+
+_PULL_KEPT_S = 24 * 3600.0
 
 
 class Staging:
@@ -137,6 +141,27 @@ class SnapshotStore:
             self._publish(staging, manifest)
         return manifest
 
+    def receive(self, partial: Partial, manifest: Manifest, listed: bytes) -> None:
+        """Make what was pulled a snapshot, by the same steps as :meth:`commit`; every byte is compared with the manifest before.
+
+        Args:
+            listed: the list of chunks.
+
+        Raises:
+            Environment: the disk is full. SnapshotError: something is not what the manifest says.
+        """
+        with disk_space("committing a pulled snapshot", self.root):
+            write_durable(partial.path / chunks.FILE, listed)
+            _seal(partial.path, {item.path: item.bytes for item in manifest.objects}, {i.path: i.mode for i in manifest.objects})
+            faults = [*strangers(partial.path, manifest)]
+            faults += [fault for item in named(manifest) if (fault := shape(partial.path, item)) is not None]
+            if not faults:
+                wanted = {str(partial.path / item.path): (item.path, item.sha256) for item in named(manifest)}
+                faults += differences(wanted, self._stamps.sha256_all(map(Path, wanted)))
+            if faults:
+                raise SnapshotError(f"what was pulled is not snapshot {manifest.id}: " + "; ".join(map(str, faults[:5])))
+            self._publish(partial, manifest)
+
     def list(self) -> Sequence[Manifest]:
         """Every snapshot, newest first."""
         found = []
@@ -219,9 +244,11 @@ class SnapshotStore:
         """
         removed = []
         for path in sorted(self.root.iterdir()):
-            staged = path.name.startswith(".staging-")
+            staged = path.name.startswith((".staging-", PREFIX))
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                if time.time() - path.lstat().st_mtime < older_than_s:
+                # What a pull has got stays a while, for the next one to go on with.
+                least_s = _PULL_KEPT_S if path.name.startswith(PREFIX) else older_than_s
+                if time.time() - path.lstat().st_mtime < least_s:
                     continue
                 if (staged or (_ID.fullmatch(path.name) and self._is_debris(path))) and not _is_locked(path):
                     (path / MANIFEST).unlink(missing_ok=True)
@@ -276,7 +303,7 @@ class SnapshotStore:
             self._manifests[id] = mark, manifest
         return manifest
 
-    def _publish(self, staging: Staging, manifest: Manifest) -> None:
+    def _publish(self, staging: Staging | Partial, manifest: Manifest) -> None:
         target = self.root / manifest.id
         if target.exists():
             # The id is a hash that covers the objects and the time: only a commit that never got its manifest can be there.
@@ -324,12 +351,12 @@ def _objects(folder: Path) -> dict[str, int]:
     return dict(sorted(found.items()))
 
 
-def _seal(folder: Path, found: dict[str, int]) -> None:
+def _seal(folder: Path, found: dict[str, int], modes: Mapping[str, int] = MappingProxyType({})) -> None:
     """Dig holes, take away write permission, make durable, and let the clock move on so that hashes can be remembered."""
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
         list(pool.map(dig_holes, (folder / name for name, size in found.items() if size >= _DIG_FROM)))
         for name in found:
-            (folder / name).chmod(0o400)
+            (folder / name).chmod(modes.get(name, 0o400) & 0o500)
         list(pool.map(fsync, (folder / name for name in found)))
     fsync_tree(folder)
     newest = max((os.lstat(folder / name).st_ctime_ns for name in found), default=0)
