@@ -120,6 +120,8 @@ class Stage(BaseModel):
     bytes: int | None = None
     tier: str | None = None
     """What the bytes were read from or written to: ``memory``, ``page cache``, ``disk``."""
+    begun_ms: int = 0
+    """Wall-clock time of its beginning, for people; 0 when nobody noted it."""
 
 
 class Replica(BaseModel):
@@ -146,5 +148,7 @@ class Replica(BaseModel):
     reason: str = ""
     """Why it is cold, failed, stopped or quarantined."""
     stages: tuple[Stage, ...] = ()
+    trace: str = ""
+    """``traceparent`` of its start, when somebody traces that."""
     updated_ms: int = 0
     """Wall-clock time of the write, for people; nothing is decided by it."""

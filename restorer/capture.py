@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from policies.manifest import Exchange, GpuState, Manifest, MappedFile, Profile
-from restorer import canary, gpustate, inventory, pages
+from restorer import accounts, canary, gpustate, inventory, pages
 from restorer.box import Box
 from restorer.criu import GHOST_LIMIT
 from restorer.errors import CanaryDiffers, EngineDied, SnapshotError
@@ -42,14 +42,15 @@ async def capture(
         SnapshotError: the donor is not stable, cannot be dumped as it is, or did not survive its rehearsal.
         Environment: the disk is full. ToolFailed, ToolHung: CRIU failed. EngineDied: the donor cannot serve any more.
     """
-    with stages.timed("record canary"):
-        async with connect(donor) as client:
-            await donor.engine.quiesce(client)
-            exchanges = await canary.record(client, donor.engine)
-            # The canary left its traces too.
-            await donor.engine.quiesce(client)
-    async with gpustate.asleep(host, donor, stages, keep=keep) as gpu:
-        return await _dumped(host, donor, _Draft(profile, exchanges, cold_start_s, gpu), stages)
+    with accounts.captured(host.tally, profile.model):
+        with stages.timed("record canary"):
+            async with connect(donor) as client:
+                await donor.engine.quiesce(client)
+                exchanges = await canary.record(client, donor.engine)
+                # The canary left its traces too.
+                await donor.engine.quiesce(client)
+        async with gpustate.asleep(host, donor, stages, keep=keep) as gpu:
+            return await _dumped(host, donor, _Draft(profile, exchanges, cold_start_s, gpu), stages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,8 @@ def _scratch(box: Box) -> tuple[Path, Path]:
 
 async def _inspect(host: Host, donor: Instance, private: Sequence[str]) -> tuple[tuple[int, ...], tuple[MappedFile, ...]]:
     """(pids and tids inside the box, files the donor depends on); refuses what CRIU could not dump."""
-    deadline = time.monotonic() + _QUIET_S
+    backend, deadline = host.backend(donor.engine.name), time.monotonic() + _QUIET_S
+    private = (*private, *backend.private)
     while True:
         found = await asyncio.to_thread(inventory.examine, donor.pid, private=private, ghost_limit=GHOST_LIMIT)
         fatal = [finding for finding in found if finding.severity == "fatal"]
@@ -108,7 +110,7 @@ async def _inspect(host: Host, donor: Instance, private: Sequence[str]) -> tuple
         raise SnapshotError("the engine cannot be dumped as it is: " + " | ".join(map(str, fatal)))
     tree = await asyncio.to_thread(inventory.tree, donor.pid)
     paths = await asyncio.to_thread(inventory.mapped_files, donor.pid, private=private)
-    return tree.inner, await asyncio.to_thread(_hashed, host, paths)
+    return tree.inner, await asyncio.to_thread(_hashed, host, backend.located(donor.engine, paths))
 
 
 def _hashed(host: Host, paths: Sequence[str]) -> tuple[MappedFile, ...]:

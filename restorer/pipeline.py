@@ -14,7 +14,7 @@ from policies.compat import Mismatch
 from policies.manifest import GpuState, Manifest
 from policies.replica import Event, Replica, State, advance
 from policies.wire import Failure, JobKind, OperationState
-from restorer import canary, gpustate
+from restorer import accounts, canary, gpustate
 from restorer.box import Box
 from restorer.capture import capture
 from restorer.engines import HttpEngine, adapter
@@ -51,7 +51,8 @@ class Attempt:
     """One try of a START job: its record and its clock."""
 
     def __init__(self, host: Host, claim: Claim) -> None:
-        self.host, self.claim, self.stages = host, claim, Stages()
+        self.host, self.claim, self.began = host, claim, time.monotonic()
+        self.stages = host.progress.stages(claim.job)
         model = host.model(claim.job.model)
         self.engine = adapter(claim.job.model, model)
         self.record = Replica(
@@ -167,17 +168,18 @@ async def _resumed(attempt: Attempt, match: Match, manifest: Manifest, suspended
 
 async def _proved(attempt: Attempt, instance: Instance, manifest: Manifest) -> None:
     """It repeats the donor's answers; raises CanaryDiffers otherwise."""
-    with attempt.stages.timed("canary"):
-        async with connect(instance) as client:
-            verdict = await canary.check(client, attempt.engine, manifest.canary)
-    if not verdict.equal:
-        raise CanaryDiffers(f"the replica does not repeat its donor's answers: {verdict.difference}")
+    with accounts.compared(attempt.host.tally, attempt.record.model):
+        with attempt.stages.timed("canary"):
+            async with connect(instance) as client:
+                verdict = await canary.check(client, attempt.engine, manifest.canary)
+        if not verdict.equal:
+            raise CanaryDiffers(f"the replica does not repeat its donor's answers: {verdict.difference}")
 
 
 async def _restored_or_cold(attempt: Attempt, match: Match, manifest: Manifest) -> Instance:
     host, claim = attempt.host, attempt.claim
     try:
-        return await _restored(attempt, manifest)
+        return await _restored(attempt, match, manifest)
     except (Cancelled, LeaseLost, StoreUnavailable):
         raise
     except RestorerError as error:
@@ -186,13 +188,16 @@ async def _restored_or_cold(attempt: Attempt, match: Match, manifest: Manifest) 
             await asyncio.to_thread(host.snapshots.quarantine, manifest.id, str(error))
         if host.model(claim.job.model).on_restore_failure == "reject":
             raise
+        accounts.fell_back(host.tally, attempt.record, error)
         event = Event.START if attempt.record.state is State.MATCHING else Event.FALL_BACK
         return await _cold(attempt, match, event, f"restore of snapshot {manifest.id} failed: {error}")
 
 
-async def _restored(attempt: Attempt, manifest: Manifest) -> Instance:
+async def _restored(attempt: Attempt, match: Match, manifest: Manifest) -> Instance:
     """An engine out of a snapshot that has repeated its donor's answers; or nothing, and the reason raised."""
     host = attempt.host
+    for mismatch in match.allowed:
+        log.warning("snapshot %s is restored all the same: %s", manifest.id, mismatch)
     await _verify_bytes(attempt, manifest)
     box = await host.boxes.take()
     try:
@@ -226,6 +231,8 @@ async def _placed(attempt: Attempt, box: Box, state: GpuState | None) -> Placeme
     Args:
         state: of the snapshot to restore; None: the engine starts cold, and takes what it finds.
     """
+    # Whose logs these are, should it fail; see restorer/remains.py.
+    box.facts.update(model=attempt.record.model, replica=attempt.record.id)
     gpu = attempt.engine.model.engine.gpu
     if gpu.count == 0:
         return None
@@ -245,12 +252,16 @@ async def _verify_bytes(attempt: Attempt, manifest: Manifest) -> None:
     host = attempt.host
     with attempt.stages.timed("verify bytes") as stage:
         stage.bytes = manifest.bytes
-        faults = list(await asyncio.to_thread(host.snapshots.verify, manifest.id, full=False))
+        faults = list(await asyncio.to_thread(host.snapshots.verify, manifest, full=False))
+        accounts.faulty(host.tally, attempt.record.model, "bytes", faults)
         if manifest.gpu is not None:
-            faults += await asyncio.to_thread(host.weights.verify, manifest.gpu.weights)
+            found = await asyncio.to_thread(host.weights.verify, manifest.gpu.weights)
+            accounts.faulty(host.tally, attempt.record.model, "weights", found)
+            faults += found
         if faults:
             raise SnapshotError(f"snapshot {manifest.id} was changed: " + "; ".join(map(str, faults[:_SHOWN])))
         changed = await asyncio.to_thread(verify_files, manifest, host.stamps)
+        accounts.faulty(host.tally, attempt.record.model, "file", changed)
     if changed:
         remedy = "bring the donor's version back, or make a new snapshot with `rewake snapshot create`"
         raise HostIncompatible([Mismatch(f"file {fault.path}", fault.expected, fault.found, remedy) for fault in changed])
@@ -296,6 +307,7 @@ async def _admit(attempt: Attempt, instance: Instance, replicas: Replicas) -> No
     except BaseException:
         await asyncio.shield(attempt.host.discard(instance.box))
         raise
+    accounts.admitted(attempt.host.tally, admitted, attempt.began)
     replicas.adopt(instance, admitted)
 
 
@@ -303,18 +315,20 @@ async def _give_up(attempt: Attempt, error: RestorerError) -> None:
     """Settle or release the job of a start that failed; everything it made is gone already."""
     host, claim = attempt.host, attempt.claim
     if isinstance(error, Cancelled):
-        await host.jobs.settle(
-            claim, Outcome(OperationState.CANCELLED, str(error)), attempt.moved(Event.CANCEL, reason=str(error))
-        )
+        cancelled = attempt.moved(Event.CANCEL, reason=str(error))
+        await host.jobs.settle(claim, Outcome(OperationState.CANCELLED, str(error)), cancelled)
+        accounts.failed(host.tally, cancelled, error)
         return
     passing = isinstance(error, ToolFailed | ToolHung | EngineDied | EngineNotReady) or error.kind == "environment"
     if passing and claim.attempts < host.config.restorer.max_attempts:
         log.warning("start of %s failed, to be tried again: %s", claim.job.replica, error)
         await attempt.advance(Event.LEASE_LOST, incarnation="", start=None, reason=str(error))
         await host.jobs.release(claim, _RETRY_S * claim.attempts)
+        accounts.given_back(host.tally, attempt.record, error)
         return
     log.error("start of %s failed: %s", claim.job.replica, error)
     differs = isinstance(error, CanaryDiffers) and attempt.record.state is State.VERIFYING
+    ended = attempt.moved(Event.DIFFER if differs else Event.FAIL, reason=str(error))
     await host.jobs.settle(
         claim,
         Outcome(
@@ -324,8 +338,9 @@ async def _give_up(attempt: Attempt, error: RestorerError) -> None:
             failure=Failure(code="restore_failed", detail=error.brief, operation=claim.job.operation),
             failure_s=host.config.restorer.failure_backoff_s,
         ),
-        attempt.moved(Event.DIFFER if differs else Event.FAIL, reason=str(error)),
+        ended,
     )
+    accounts.failed(host.tally, ended, error)
 
 
 async def make_snapshot(host: Host, claim: Claim) -> None:
@@ -341,7 +356,7 @@ async def make_snapshot(host: Host, claim: Claim) -> None:
         if (obstacle := host.backend(name).obstacle()) is not None:
             raise SnapshotError(f"no snapshot can be made on this host: {obstacle}")
         match = await asyncio.to_thread(host.match, name)
-        manifest = await _captured(host, adapter(name, host.model(name)), match)
+        manifest = await _captured(host, adapter(name, host.model(name)), match, host.progress.stages(claim.job))
         log.info("snapshot %s of %s was made", manifest.id, name)
         outcome = Outcome(OperationState.SUCCEEDED, snapshot=manifest.id)
     except (LeaseLost, StoreUnavailable):
@@ -352,7 +367,7 @@ async def make_snapshot(host: Host, claim: Claim) -> None:
     await host.jobs.settle(claim, outcome)
 
 
-async def _captured(host: Host, engine: HttpEngine, match: Match) -> Manifest:
+async def _captured(host: Host, engine: HttpEngine, match: Match, stages: Stages) -> Manifest:
     """A snapshot of a donor that is started for it, and ends with it."""
     gpu = engine.model.engine.gpu
     box = await host.boxes.take()
@@ -362,7 +377,8 @@ async def _captured(host: Host, engine: HttpEngine, match: Match) -> Manifest:
             placement = await host.gpus.lease(box.id, gpu.count, need_bytes=0, wait_s=gpu.wait_s)
             box.remember(gpus=list(placement.uuids))
             visible = placement.indices
-        donor, cold_start_s = await ignite(host.backend(engine.name), box, engine, visible)
-        return await capture(host, donor, match.profile, cold_start_s, Stages(), keep=False)
+        with stages.timed("start engine"):
+            donor, cold_start_s = await ignite(host.backend(engine.name), box, engine, visible)
+        return await capture(host, donor, match.profile, cold_start_s, stages, keep=False)
     finally:
         await asyncio.shield(host.discard(box))

@@ -9,14 +9,16 @@ import asyncio
 import contextlib
 import time
 
-from policies.wire import HostReport, JobKind, OperationState
-from restorer import pipeline
+from policies.wire import HostReport, JobKind, OperationState, SnapshotSummary
+from restorer import accounts, pipeline
+from restorer.accounts import Held
 from restorer.errors import Cancelled, RestorerError
 from restorer.host import Host, log
 from restorer.integrity import MANIFEST
 from restorer.jobs import Claim, Outcome, StoreUnavailable
 from restorer.replicas import Replicas
 from restorer.suspects import Suspects
+from restorer.tasks import Tasks
 
 _TICK_S = 1.0
 _SUMMARY_EVERY = 5
@@ -32,7 +34,9 @@ class Worker:
         self._host = host
         self._replicas = Replicas(host)
         self._suspects = Suspects(host, self._replicas)
+        self._tasks = Tasks(host)
         self._jobs: set[asyncio.Task[None]] = set()
+        self._held: dict[str, Held] = {}
         self._starting = 0
         self._due = asyncio.Event()
 
@@ -41,7 +45,9 @@ class Worker:
         host = self._host
         await host.find_gpus()
         await self._prepare()
-        loops = [asyncio.create_task(loop) for loop in (self._listen(), self._keep_house(), self._claim_jobs())]
+        loops = [
+            asyncio.create_task(loop) for loop in (self._listen(), self._keep_house(), self._claim_jobs(), self._tasks.run())
+        ]
         waiter = asyncio.create_task(stop.wait())
         try:
             done, _ = await asyncio.wait([waiter, *loops], return_when=asyncio.FIRST_COMPLETED)
@@ -52,6 +58,7 @@ class Worker:
             for task in [*loops, *self._jobs]:
                 task.cancel()
             await asyncio.gather(*loops, *self._jobs, return_exceptions=True)
+            await self._tasks.close()
             await self._suspects.close()
             await self._replicas.stop_all(reason="the restorer was stopped", drain_s=_STOP_DRAIN_S)
             await host.boxes.close()
@@ -64,6 +71,7 @@ class Worker:
                 await self._host.jobs.check_schema()
                 await self._replicas.reconcile()
                 await self._host.jobs.recover()
+                await self._host.progress.clear()
                 if not len(self._replicas):
                     await self._host.jobs.begin_anew()
                 break
@@ -91,6 +99,8 @@ class Worker:
                 async for hint in self._host.jobs.hints():
                     if hint is None or hint.job is not None:
                         self._due.set()
+                    if hint is None or hint.task is not None:
+                        self._tasks.poke()
                     self._host.news.tell()
             except StoreUnavailable as error:
                 log.warning("%s", error)
@@ -126,17 +136,23 @@ class Worker:
     async def _run_job(self, claim: Claim) -> None:
         """One job under its lease. The lease's loss cancels the work, and the work undoes itself."""
         log.info("job %s: %s %s", claim.job.id, claim.job.kind, claim.job.replica or claim.job.model)
+        self._held[claim.job.id] = Held(claim.job.kind, time.monotonic())
+        if claim.inherited:
+            self._host.tally.inc("lease_takeovers", claim.job.kind)
         work = asyncio.create_task(self._work(claim))
         lease = asyncio.create_task(self._hold(claim))
         try:
             await asyncio.wait([work, lease], return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
                 log.error("job %s: the lease was lost; undoing", claim.job.id)
+                self._host.tally.inc("leases_lost", claim.job.kind)
         finally:
             lease.cancel()
             work.cancel()
             results = await asyncio.gather(work, lease, return_exceptions=True)
             self._note(claim, results[0])
+            self._held.pop(claim.job.id, None)
+            await self._host.progress.end(claim.job.id)
         await self._host.boxes.fill()
 
     def _note(self, claim: Claim, result: BaseException | None) -> None:
@@ -189,20 +205,12 @@ class Worker:
             try:
                 if tick % _SUMMARY_EVERY == 0:
                     summaries = await asyncio.to_thread(self._host.summaries)
+                    await accounts.observe_gpus(self._host)
                     await self._replicas.repeat_records()
                     if forgotten != (snapshots := {summary.id for summary in summaries}):
                         await self._forget_stages(snapshots)
                         forgotten = snapshots
-                await self._host.jobs.report(
-                    HostReport(
-                        host=self._host.name,
-                        capable=self._host.criu is not None,
-                        capability=self._host.capability,
-                        snapshots=summaries,
-                        running=len(self._replicas),
-                        parallel_starts=self._host.config.restorer.parallel_starts,
-                    )
-                )
+                await self._report(summaries)
                 await self._replicas.park_idle()
                 await self._suspects.look()
                 await self._replicas.suspended.expire()
@@ -210,6 +218,25 @@ class Worker:
                 log.warning("%s", error)
             tick += 1
             await asyncio.sleep(_TICK_S)
+
+    async def _report(self, summaries: tuple[SnapshotSummary, ...]) -> None:
+        host, held, running = self._host, list(self._held.values()), len(self._replicas)
+        gauges = await asyncio.to_thread(accounts.observe, host, held, running, summaries)
+        report = HostReport(
+            host=host.name,
+            capable=host.criu is not None,
+            capability=host.capability,
+            snapshots=summaries,
+            running=running,
+            parallel_starts=host.config.restorer.parallel_starts,
+            gauges=gauges,
+        )
+        counted = host.tally.take()
+        try:
+            await host.jobs.report(report, counted)
+        except BaseException:
+            host.tally.put_back(counted)
+            raise
 
     async def _forget_stages(self, snapshots: set[str]) -> None:
         """How long starts from a snapshot took is of no use when it is gone."""
