@@ -29,15 +29,16 @@ from pydantic import ValidationError
 
 from policies.manifest import ChunkIndex, Manifest, Weights, canonical
 from policies.storage import Remote as Settings
+from policies.storage import Storage
+from restorer import signatures
 from restorer.chunks import Chunk
-from restorer.errors import RemoteFailed, SnapshotError
+from restorer.errors import Environment, RemoteFailed, SnapshotError
 from restorer.remote import Remote
 from restorer.sealing import Seal, load_key
 from restorer.weights import digest_of
 
 _MARK, _FORMAT = "rewake.json", 1
 _MANIFEST = re.compile(r"snapshots/([0-9a-f]{16})/([0-9a-f]{16})/manifest")
-_SIGNATURE = re.compile(r"[0-9a-f]{16}\.sig")
 _MANIFEST_BYTES, _LIST_BYTES, _SIGNATURE_BYTES, _SIGNATURES = 64 << 20, 256 << 20, 4096, 32
 _HEAD_BYTES = 64
 """More than wrapping ever adds."""
@@ -163,32 +164,32 @@ class Catalog:
             raise SnapshotError(f"{self.what}: {path} is not the manifest of {copy.id}: it was changed")
         return manifest
 
-    async def beside(self, copy: Copy, said: ChunkIndex) -> tuple[bytes, dict[str, bytes]]:
-        """(the list of chunks, compared with what the manifest says; name -> content of each signature)."""
+    async def listed(self, copy: Copy, said: ChunkIndex) -> bytes:
+        """The list of a snapshot's chunks, compared with what the manifest says."""
         path = f"{copy.folder}/chunks"
         data = self._open(path, await self._got(path, said.bytes + _HEAD_BYTES), said.bytes)
         if hashlib.sha256(data).hexdigest() != said.sha256:
             raise SnapshotError(f"{self.what}: {path} is not the list that the manifest names: it was changed")
-        return data, await self.signatures(copy)
+        return data
 
     async def signatures(self, copy: Copy) -> dict[str, bytes]:
-        """Name -> content of each signature of a snapshot."""
+        """Key id -> signature, for each of a snapshot's."""
         found: dict[str, bytes] = {}
         async for one in self.remote.list(f"{copy.folder}/signatures"):
-            name = one.path.rpartition("/")[2]
-            if _SIGNATURE.fullmatch(name) and len(found) < _SIGNATURES:
+            match = signatures.NAME.fullmatch(one.path.rpartition("/")[2])
+            if match and len(found) < _SIGNATURES:
                 blob = await self._got(one.path, _SIGNATURE_BYTES)
-                found[name] = self._open(one.path, blob, _SIGNATURE_BYTES)
+                found[match[1]] = self._open(one.path, blob, _SIGNATURE_BYTES)
         return found
 
-    async def publish(self, manifest: Manifest, listed: bytes, signatures: Mapping[str, bytes], *, create: bool = True) -> bool:
+    async def publish(self, manifest: Manifest, listed: bytes, signed: Mapping[str, bytes], *, create: bool = True) -> bool:
         """Put what lies beside a manifest, make all that was put durable, and put the manifest.
 
         Returns:
             Whether it was put; it was there already if not, and ``create``.
         """
         folder = self.folder(manifest)
-        for name, data in {"chunks": listed, **{f"signatures/{name}": data for name, data in signatures.items()}}.items():
+        for name, data in {"chunks": listed, **{f"signatures/{key}.sig": data for key, data in signed.items()}}.items():
             path = f"{folder}/{name}"
             # Not only if there is none: a push that was cut off may have been of a damaged list.
             await self.remote.put(path, await asyncio.to_thread(self.seal.wrap, path, data), create=False)
@@ -256,10 +257,27 @@ class Catalog:
 
 
 def open_catalog(name: str, settings: Settings) -> Catalog:
-    """The catalog of a remote of the configuration. Asks nothing of it yet; blocks for the key's file.
+    """The catalog of a remote. Asks nothing of it yet; blocks for the key's file.
 
     Raises:
         Environment: its settings or its key cannot be used.
     """
     key = None if settings.key_file is None else load_key(Path(settings.key_file))
     return Catalog(Remote(name, settings), Seal(key, settings.zstd))
+
+
+def chosen(storage: Storage, name: str | None) -> Catalog:
+    """The remote of this name; None: the one that starts pull from, or else the only one there is.
+
+    Raises:
+        Environment: it is not in the configuration, it is not clear which, or it cannot be used.
+    """
+    known = ", ".join(storage.remotes) or "none"
+    only = next(iter(storage.remotes)) if len(storage.remotes) == 1 else None
+    meant = name or storage.pull or only
+    if meant is None:
+        what = "several remotes: name one" if storage.remotes else "no remotes: add one under storage.remotes"
+        raise Environment(f"the configuration has {what} (known: {known})")
+    if meant not in storage.remotes:
+        raise Environment(f"the configuration has no remote {meant!r} (known: {known})")
+    return open_catalog(meant, storage.remotes[meant])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 
@@ -16,6 +17,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from policies.manifest import GpuState
+
+_SAY_S = 10.0
 
 
 def when(ms: int) -> str:
@@ -58,13 +61,24 @@ def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 @contextlib.contextmanager
-def bytes_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar with rate and estimate on a terminal, nothing elsewhere; yields a function that is told the bytes done."""
-    console = _console(stderr=True)
+def bytes_bar(what: str, total: int) -> Iterator[Callable[[int, int], None]]:
+    """A bar with rate and estimate on a terminal, a line now and then elsewhere; yields what is told (bytes done, in all)."""
+    console, began, said = _console(stderr=True), time.monotonic(), time.monotonic()
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda done: bar.update(task, completed=done)
+        task = bar.add_task(what, total=total or None)
+
+        def show(done: int, all_of_it: int) -> None:
+            nonlocal said
+            bar.update(task, completed=done, total=all_of_it)
+            now = time.monotonic()
+            if not console.is_terminal and now - said >= _SAY_S and done:
+                said, rate = now, done / (now - began)
+                left = (all_of_it - done) / rate
+                line = f"{what}: {size(done)} of {size(all_of_it)}, {rate / 1e6:.0f} MB/s, {left:.0f} s left"
+                print(line, file=sys.stderr, flush=True)
+
+        yield show
 
 
 @contextlib.contextmanager

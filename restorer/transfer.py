@@ -22,12 +22,13 @@ from typing import NamedTuple, TypeVar
 
 from blake3 import blake3
 
-from policies.manifest import Manifest, Weights
-from restorer import chunks
+from policies.manifest import Manifest, Weights, canonical
+from restorer import chunks, signatures
 from restorer.catalog import Catalog, Copy
 from restorer.chunks import Chunk, Chunks, Cutter
 from restorer.errors import Environment, SnapshotError
 from restorer.files import read_data
+from restorer.keyring import KeyRing
 from restorer.partial import Partial
 from restorer.snapshots import SnapshotStore
 from restorer.weights import WeightsStore
@@ -178,7 +179,8 @@ async def push(
     await _put(copying, folder, _Plan.of(listed), overwrite)
     for one in manifest.gpu.weights if manifest.gpu else ():
         await _push_weights(copying, weights, one, overwrite)
-    data, signed = await asyncio.to_thread(_beside, folder)
+    data = await asyncio.to_thread((folder / chunks.FILE).read_bytes)
+    signed = await asyncio.to_thread(signatures.read, folder)
     await catalog.publish(manifest, data, signed, create=not overwrite)
     return copying.moved.end()
 
@@ -239,12 +241,6 @@ def _read(path: Path, offset: int, chunk: Chunk) -> bytes:
     return data
 
 
-def _beside(folder: Path) -> tuple[bytes, dict[str, bytes]]:
-    signed = folder / "signatures"
-    found = {path.name: path.read_bytes() for path in sorted(signed.iterdir())} if signed.is_dir() else {}
-    return (folder / chunks.FILE).read_bytes(), found
-
-
 # ---------------------------------------------------------------- pull
 
 
@@ -255,6 +251,7 @@ async def pull(
     manifest: Manifest,
     copy: Copy,
     *,
+    keys: KeyRing | None = None,
     reserve_bytes: int = 0,
     report: Report = lambda _done, _total: None,
 ) -> Moved:
@@ -262,6 +259,7 @@ async def pull(
 
     Args:
         manifest: its manifest, as :meth:`Catalog.manifest` gave it.
+        keys: whose signatures are demanded, before anything else is fetched.
         reserve_bytes: what must stay free on the disk.
 
     Raises:
@@ -272,7 +270,10 @@ async def pull(
     copying = _Copying(catalog, report)
     if manifest.chunks is None:
         raise SnapshotError(f"{catalog.what}: snapshot {manifest.id} has no list of chunks: it was not pushed by Rewake")
-    data, signed = await catalog.beside(copy, manifest.chunks)
+    signed = await catalog.signatures(copy)
+    if keys is not None and not (verdict := keys.judge(canonical(manifest), signed)).allowed:
+        raise SnapshotError(f"{catalog.what}: snapshot {manifest.id} is not pulled: {verdict.mismatch or verdict}")
+    data = await catalog.listed(copy, manifest.chunks)
     sizes = {item.path: item.bytes for item in manifest.objects}
     plan = _Plan.of(chunks.decode(data, sizes, manifest.chunks))
     for one in manifest.gpu.weights if manifest.gpu else ():
@@ -379,9 +380,8 @@ def _sources(snapshots: SnapshotStore, plan: _Plan) -> dict[bytes, tuple[Path, i
 
 def _commit(snapshots: SnapshotStore, partial: Partial, manifest: Manifest, listed: bytes, signed: Mapping[str, bytes]) -> None:
     try:
-        for name, data in signed.items():
-            (partial.path / "signatures").mkdir(mode=0o700, exist_ok=True)
-            (partial.path / "signatures" / name).write_bytes(data)
+        for key, signature in signed.items():
+            signatures.write(partial.path, key, signature)
         snapshots.receive(partial, manifest, listed)
     except SnapshotError:
         partial.drop()

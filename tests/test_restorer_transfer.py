@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import os
 import random
 import shutil
@@ -14,18 +16,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from conftest import require_root
+from places import Place
 from s3_server import S3, s3_server
-from test_restorer_snapshots import draft
 
-from policies.manifest import Manifest
+from policies.manifest import Allocation, GpuState, Manifest, WeightsPart
 from policies.storage import Remote
 from restorer import chunks, transfer
 from restorer.catalog import Catalog, open_catalog
 from restorer.errors import Environment, RemoteFailed, SnapshotError
 from restorer.partial import PREFIX, Busy, Partial
-from restorer.snapshots import SnapshotStore
-from restorer.stamps import Stamps
-from restorer.weights import WeightsStore
 
 KEY = "5f" * 32
 
@@ -41,36 +41,6 @@ def s3(served: S3) -> S3:
     served.requests.clear()
     served.fault = lambda _method, _path: None
     return served
-
-
-class Place:
-    """What one installation keeps."""
-
-    def __init__(self, folder: Path) -> None:
-        self.stamps = Stamps(folder / "stamps.json")
-        self.snapshots = SnapshotStore(folder / "snapshots", self.stamps)
-        self.weights = WeightsStore(folder / "weights", self.stamps)
-
-    def made(self, *, seed: int = 0, pages: int = 12, shift: int = 0, created_ms: int = 1) -> Manifest:
-        """A snapshot with some MiB of memory, moved by some pages, holes between, and small files."""
-        with self.snapshots.stage() as staging:
-            memory = random.Random(seed).randbytes(pages << 20)
-            own = random.Random(created_ms + 1000).randbytes((shift + 1) * 4096)
-            (staging.images / "pages-1.img").write_bytes(own + memory[: pages << 19] + bytes(8 << 20) + memory[pages << 19 :])
-            for name in ("core-1000.img", "inventory.img"):
-                (staging.images / name).write_bytes(f"{name} {created_ms}".encode())
-            (staging.images / "empty.img").write_bytes(b"")
-            (staging.scratch / "0").mkdir()
-            (staging.scratch / "0" / "tree.json").write_text("[]")
-            return self.snapshots.commit(staging, draft(created_ms=created_ms))
-
-    async def push(self, catalog: Catalog, manifest: Manifest, **more: bool) -> transfer.Moved:
-        return await transfer.push(catalog, self.snapshots, self.weights, manifest, **more)
-
-    async def pull(self, catalog: Catalog, id: str, **more: int) -> transfer.Moved:
-        copy = await catalog.find(id)
-        manifest = await catalog.manifest(copy)
-        return await transfer.pull(catalog, self.snapshots, self.weights, manifest, copy, **more)
 
 
 @pytest.fixture
@@ -203,7 +173,7 @@ def begun(direction: str, settings: Remote, place: Place, id: str) -> subprocess
         from pathlib import Path
         from policies.storage import Remote
         from restorer.catalog import open_catalog
-        from test_restorer_transfer import Place
+        from places import Place
         async def main():
             place = Place(Path({str(place.snapshots.root.parent)!r}))
             catalog = open_catalog("copies", Remote.model_validate_json({settings.model_dump_json()!r}))
@@ -299,15 +269,17 @@ async def test_nothing_readable_leaves_where_there_is_a_key(tmp_path: Path, here
     assert len(names) == len({chunk.id for pieces in listed.values() for chunk in pieces}), "equal content, one name"
     other = open_catalog("copies", Remote(url=url, key_file=key(tmp_path, "77" * 32)))
     for use in (other.list(), here.push(other, manifest), open_catalog("copies", Remote(url=url)).list()):
-        with pytest.raises(RemoteFailed, match="is encrypted with key .*key_file"):
+        with pytest.raises(RemoteFailed, match=r"is encrypted with key .*key_file"):
             await use
     await there.pull(open_catalog("copies", Remote(url=url, key_file=key(tmp_path), zstd=0)), manifest.id)
     same(here, there, manifest)
 
 
-async def test_a_remote_that_is_not_encrypted_stays_so(pushed: tuple[Manifest, Catalog, Path], here: Place, tmp_path: Path) -> None:
+async def test_a_remote_that_is_not_encrypted_stays_so(
+    pushed: tuple[Manifest, Catalog, Path], here: Place, tmp_path: Path
+) -> None:
     manifest, _, folder = pushed
-    with pytest.raises(RemoteFailed, match="is not encrypted, but .*key_file holds key"):
+    with pytest.raises(RemoteFailed, match=r"is not encrypted, but .*key_file holds key"):
         await here.push(open_catalog("copies", Remote(url=f"file://{folder}", key_file=key(tmp_path))), manifest)
 
 
@@ -388,6 +360,111 @@ async def test_a_disk_that_fills_up_is_not_left_full(
     with pytest.raises(Environment, match="disk full while pulling a snapshot"):
         await there.pull(catalog, manifest.id)
     assert sorted(os.listdir(there.snapshots.root)) == ["verdicts"]
+
+
+async def test_a_disk_that_is_full_is_said_and_emptied_again(pushed: tuple[Manifest, Catalog, Path], tmp_path: Path) -> None:
+    """On a file system of 8 MiB, in a mount namespace of its own."""
+    require_root()
+    manifest, catalog, _ = pushed
+    place = tmp_path / "small"
+    place.mkdir()
+    code = f"""
+import asyncio, os, shutil, subprocess, sys
+sys.path[:0] = {[str(Path.cwd()), str(Path(__file__).parent)]!r}
+from pathlib import Path
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", {str(place)!r}], check=True)
+from policies.storage import Remote
+from restorer import transfer
+from restorer.catalog import open_catalog
+from restorer.errors import Environment
+from places import Place
+if sys.argv[1] == "late":  # the disk fills up while the pull is under way
+    transfer.shutil.disk_usage = lambda _: shutil._ntuple_diskusage(1 << 40, 0, 1 << 40)
+place = Place(Path({str(place)!r}))
+catalog = open_catalog("copies", Remote.model_validate_json({catalog.remote.settings.model_dump_json()!r}))
+try:
+    asyncio.run(place.pull(catalog, {manifest.id!r}))
+except Environment as error:
+    print(error)
+print(sorted(os.listdir(place.snapshots.root)))
+"""
+    for when, said in (("early", "no room for what is pulled"), ("late", "disk full while pulling a snapshot")):
+        argv = ["unshare", "--mount", sys.executable, "-c", code, when]
+        done = await asyncio.to_thread(subprocess.run, argv, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stderr
+        assert said in done.stdout
+        if when == "late":
+            assert done.stdout.splitlines()[-1] == "['verdicts']", "what has come does not keep the disk full"
+
+
+async def test_weights_that_a_snapshot_names_travel_with_it(s3: S3, tmp_path: Path, here: Place, there: Place) -> None:
+    catalog, staging = open_catalog("copies", s3.remote(tmp_path.name)), here.weights.stage()
+    data = random.Random(99).randbytes(5 << 20)
+    (staging / "part-00000").write_bytes(data)
+    part = WeightsPart(name="part-00000", bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+    weights = here.weights.commit(staging, [part], [Allocation(bytes=len(data), fingerprint="ab")])
+    state = GpuState(pids=(1,), uuids=("GPU-1",), used=("GPU-1",), state_bytes=1, awake_bytes=1, weights=(weights,))
+    manifest, other = here.made(pages=1, gpu=state), here.made(pages=1, created_ms=2, gpu=state)
+    await here.push(catalog, manifest)
+    s3.requests.clear()
+    await here.push(catalog, other)
+    assert not [one for one in s3.requests if one.method == "PUT" and "/weights/" in one.path], "stored once"
+    await there.pull(catalog, manifest.id)
+    assert there.weights.sets() == [weights]
+    assert list(there.weights.verify([weights], full=True)) == []
+    s3.requests.clear()
+    pulled = await there.pull(catalog, other.id)
+    assert pulled.bytes < 2 << 20, "fetched once"
+
+
+def test_memory_stays_bounded_and_holes_stay_holes_whatever_the_size(tmp_path: Path) -> None:
+    """A snapshot of 20 GB, most of it holes: made, listed, verified, pushed and pulled by a process of less than 150 MB."""
+    (tmp_path / "remote").mkdir()
+    code = f"""
+import asyncio, json, os, random, resource, sys, time
+sys.path[:0] = {[str(Path.cwd()), str(Path(__file__).parent)]!r}
+from pathlib import Path
+from policies.storage import Remote
+from restorer.catalog import open_catalog
+from restorer.files import allocated
+from places import Place
+from test_restorer_snapshots import draft
+took, began = {{}}, time.monotonic()
+def step(name):
+    global began
+    took[name], began = round(time.monotonic() - began, 2), time.monotonic()
+here, there = Place(Path({str(tmp_path / "here")!r})), Place(Path({str(tmp_path / "there")!r}))
+catalog = open_catalog("copies", Remote(url={f"file://{tmp_path / 'remote'}"!r}))
+with here.snapshots.stage() as staging:
+    with (staging.images / "pages-1.img").open("wb") as file:
+        for n in range(96):
+            file.seek(n * 200_000_000 & -4096)
+            file.write(random.Random(n).randbytes(1 << 20))
+        file.truncate(20_000_000_000)
+    step("made")
+    id = here.snapshots.commit(staging, draft()).id
+step("committed")
+assert len(here.snapshots.list()) == 1
+step("listed")
+assert not here.snapshots.verify(id, full=True)
+step("verified")
+asyncio.run(here.push(catalog, here.snapshots.load(id)))
+step("pushed")
+asyncio.run(there.pull(catalog, id))
+step("pulled")
+found = there.snapshots.load(id)
+took["disk_mib"] = allocated(there.snapshots.folder(id)) >> 20
+took["rss_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+took["manifest_kib"] = (there.snapshots.folder(id) / "manifest.json").stat().st_size + found.chunks.bytes >> 10
+print(json.dumps(took))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    took = json.loads(done.stdout)
+    print(took)
+    assert took["disk_mib"] <= 97
+    assert took["rss_mib"] < 150
+    assert took["manifest_kib"] < 64
 
 
 async def test_what_was_written_over_in_between_is_fetched_again(pushed: tuple[Manifest, Catalog, Path], there: Place) -> None:
