@@ -36,7 +36,7 @@ from restorer.weights import WeightsStore
 T = TypeVar("T")
 Report = Callable[[int, int], None]
 """Told (bytes done, bytes in all), of content."""
-_ROOM_BYTES = 24 << 20
+_ROOM_BYTES = 12 << 20
 """Content that is in memory at a time; wrapping and the network hold as much again, twice."""
 _BATCH = 64
 _SOURCES = 16

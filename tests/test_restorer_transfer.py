@@ -418,10 +418,10 @@ async def test_weights_that_a_snapshot_names_travel_with_it(s3: S3, tmp_path: Pa
 
 
 def test_memory_stays_bounded_and_holes_stay_holes_whatever_the_size(tmp_path: Path) -> None:
-    """A snapshot of 20 GB, most of it holes: made, listed, verified, pushed and pulled by a process of less than 150 MB."""
+    """A snapshot of 2 GB, most of it holes: made, listed, verified, pushed and pulled by a process of less than 150 MB."""
     (tmp_path / "remote").mkdir()
     code = f"""
-import asyncio, json, os, random, resource, sys, time
+import asyncio, json, os, random, sys, time
 sys.path[:0] = {[str(Path.cwd()), str(Path(__file__).parent)]!r}
 from pathlib import Path
 from policies.storage import Remote
@@ -438,9 +438,9 @@ catalog = open_catalog("copies", Remote(url={f"file://{tmp_path / 'remote'}"!r})
 with here.snapshots.stage() as staging:
     with (staging.images / "pages-1.img").open("wb") as file:
         for n in range(96):
-            file.seek(n * 200_000_000 & -4096)
+            file.seek(n * 20_000_000 & -4096)
             file.write(random.Random(n).randbytes(1 << 20))
-        file.truncate(20_000_000_000)
+        file.truncate(2_000_000_000)
     step("made")
     id = here.snapshots.commit(staging, draft()).id
 step("committed")
@@ -454,7 +454,7 @@ asyncio.run(there.pull(catalog, id))
 step("pulled")
 found = there.snapshots.load(id)
 took["disk_mib"] = allocated(there.snapshots.folder(id)) >> 20
-took["rss_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+took["rss_mib"] = int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) >> 10
 took["manifest_kib"] = (there.snapshots.folder(id) / "manifest.json").stat().st_size + found.chunks.bytes >> 10
 print(json.dumps(took))
 """
