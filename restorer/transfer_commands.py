@@ -43,7 +43,9 @@ def push(
     async def work(report: Callable[[int, int], None]) -> Moved:
         return await transfer.push(catalog, store, weights, manifest, overwrite=overwrite, report=report)
 
-    _shown(manifest.id, f"pushed to {catalog.what}", _followed(f"push {manifest.id}", work), json_)
+    with store.use(manifest.id):
+        moved = _followed(f"push {manifest.id}", work)
+    _shown(manifest.id, f"pushed to {catalog.what}", moved, json_)
 
 
 def pull(id: str, remote: RemoteName = None, config: ConfigFile = None, json_: AsJson = False) -> None:
@@ -68,7 +70,9 @@ def pull(id: str, remote: RemoteName = None, config: ConfigFile = None, json_: A
 def diff(a: str, b: str, config: ConfigFile = None, json_: AsJson = False) -> None:
     """Say what two snapshots of this host share, and in what they differ. IDs may be shortened."""
     store = store_of(load(config)[1])
-    found = difference.compare(*((one, store.folder(one.id)) for one in (store.load(a), store.load(b))))
+    left, right = store.load(a), store.load(b)
+    with store.use(left.id), store.use(right.id):
+        found = difference.compare((left, store.folder(left.id)), (right, store.folder(right.id)))
     if json_:
         return print_json(found.document())
     titles = ["OBJECT", "SHARED", f"ONLY {found.a[:8]}", f"ONLY {found.b[:8]}", "CHUNKS SHARED"]
