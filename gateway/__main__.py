@@ -23,12 +23,13 @@ import uvloop
 from aiohttp import web
 
 from gateway import app as application
-from gateway import logs, metrics, server, settings
+from gateway import logs, metrics, server, settings, tracing
 from gateway.errors import StoreUnavailable
 from gateway.handover import Line, NoAnswer, listeners, notify
 from gateway.life import Life
 from gateway.reload import Rejected, Reloader
 from gateway.settings import Settings, SettingsError
+from gateway.shared import share
 from gateway.store import Store, WrongSchema
 from gateway.tls import CertificateError
 from gateway.version import version
@@ -52,10 +53,11 @@ def main(argv: list[str] | None = None) -> int:
     try:
         told, line, sockets = _told(argv)
         folder = _metrics_folder(Path(told.config.run_dir))
+        tracing.load(told.config)
         if os.geteuid() == 0:
             _drop_root(told.config.gateway.user, folder)
         return uvloop.run(_serve(told, line, sockets, folder))
-    except (SettingsError, WrongSchema, CertificateError) as error:
+    except (SettingsError, WrongSchema, CertificateError, tracing.Missing) as error:
         print(f"gateway: {error}", file=sys.stderr)
         return 2
 
@@ -134,7 +136,7 @@ async def _serve(told: Settings, line: Line | None, sockets: list[socket.socket]
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     await _check_schema(told)
-    series = metrics.Metrics(told.config.models, version=version(), shared=metrics.share(folder), observer=told.worker == 0)
+    series = metrics.Metrics(told.config.models, version=version(), shared=share(folder))
     if line is not None:
         await line.open()
     app = application.build(told, series, line)

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from gateway import access, downstream, logs, openapi, server
+from gateway import access, downstream, logs, openapi, server, tracing
 from gateway.admin import Admin
 from gateway.client import Clients
+from gateway.console import Console
 from gateway.current import Current
 from gateway.decisions import Decisions
 from gateway.dispatch import Dispatch
@@ -22,6 +23,7 @@ from gateway.eta import Eta
 from gateway.fastpath import FastPath
 from gateway.gauges import Gauges
 from gateway.handover import Line
+from gateway.hosts import Hosts
 from gateway.intake import Intake
 from gateway.ledger import Ledger
 from gateway.life import Handler, Life
@@ -29,7 +31,8 @@ from gateway.limits import Limits
 from gateway.link import Link
 from gateway.metrics import Metrics
 from gateway.models import Models
-from gateway.operations import Operations, Sharing
+from gateway.operations import Operations, Outcome, Sharing
+from gateway.overview import Overview
 from gateway.permits import Permits
 from gateway.proxy import Proxy
 from gateway.registry import Registry
@@ -38,8 +41,10 @@ from gateway.report import Reporter
 from gateway.scaling import Scaler
 from gateway.settings import Settings
 from gateway.store import Store
+from gateway.tasks import Tasks
 from gateway.tenants import Tenants
 from gateway.tls import Certificates
+from gateway.tracing import Tracer
 from gateway.upstream import Upstreams
 from gateway.waitroom import Waitroom
 from policies.config import Config
@@ -87,8 +92,11 @@ class Gateway:
     gauges: Gauges
     serving: Serving
     admin: Admin
+    overview: Overview
+    console: Console
     models: Models
     callers: Callers
+    tracer: Tracer | None
     certificates: Certificates | None
     reloader: Reloader
 
@@ -116,7 +124,9 @@ def compose(settings: Settings, metrics: Metrics, line: Line | None = None) -> G
     permits = Permits(settings.id, current, lender=store, fleet=registry, ledger=ledger, dead=dead)
     waitroom = Waitroom(current, fleet=registry, capacity=permits, ledger=ledger, expected=eta.wait_s)
     callers = _callers(current, store, reporter, metrics)
-    admin = Admin(current, settings.admin_token, store=store, registry=registry, reporter=reporter, operations=operations)
+    overview = Overview(current, registry=registry, reporter=reporter, store=store, eta=eta)
+    admin = _admin(settings, current, store, registry, reporter, operations, Tasks(store, link), overview)
+    tracer = tracing.tracer(config, settings.id, lambda result, spans: metrics.spans.labels(result).inc(spans))
     certificates = None if settings.pem is None else Certificates(settings.pem)
     life = Life(link.connected)
     gateway = Gateway(
@@ -134,16 +144,47 @@ def compose(settings: Settings, metrics: Metrics, line: Line | None = None) -> G
         waitroom=waitroom,
         upstreams=upstreams,
         metrics=metrics,
-        gauges=Gauges(current, ledger=ledger, registry=registry, link=link, metrics=metrics),
-        serving=_serving(current, metrics, callers, ledger, registry, waitroom, upstreams, eta, life),
+        gauges=_gauges(current, ledger, registry, link, reporter, Hosts(store), metrics),
+        serving=_serving(current, metrics, callers, ledger, registry, waitroom, upstreams, eta, life, tracer),
         admin=admin,
+        overview=overview,
+        console=Console(current),
         models=Models(current, registry, eta_s=eta.seconds, allows=callers.tenants.allows),
         callers=callers,
+        tracer=tracer,
         certificates=certificates,
         reloader=_reloader(settings, current, admin, certificates, line, metrics),
     )
     _connect(gateway, eta)
     return gateway
+
+
+def _admin(
+    settings: Settings,
+    current: Current,
+    store: Store,
+    registry: Registry,
+    reporter: Reporter,
+    operations: Operations,
+    tasks: Tasks,
+    overview: Overview,
+) -> Admin:
+    return Admin(
+        current,
+        settings.admin_token,
+        store=store,
+        registry=registry,
+        reporter=reporter,
+        operations=operations,
+        tasks=tasks,
+        overview=overview,
+    )
+
+
+def _gauges(
+    current: Current, ledger: Ledger, registry: Registry, link: Link, reporter: Reporter, hosts: Hosts, metrics: Metrics
+) -> Gauges:
+    return Gauges(current, ledger=ledger, registry=registry, link=link, reporter=reporter, hosts=hosts, metrics=metrics)
 
 
 def _serving(
@@ -156,6 +197,7 @@ def _serving(
     upstreams: Upstreams,
     eta: Eta,
     life: Life,
+    tracer: Tracer | None,
 ) -> Serving:
     decisions = Decisions(
         current,
@@ -167,6 +209,7 @@ def _serving(
         registry=registry,
         eta=eta,
         metrics=metrics,
+        tracer=tracer,
     )
     intake = Intake(current)
     proxy = Proxy(
@@ -192,7 +235,7 @@ def _reloader(
         file=settings.file,
         line=line,
         authorize=admin.authorize,
-        report=metrics.config_last_reload_successful.set,
+        report=metrics.reloaded,
     )
 
 
@@ -226,7 +269,7 @@ def _slots(current: Current, registry: Registry, reporter: Reporter, model: str)
 def _connect(gateway: Gateway, eta: Eta) -> None:
     """Who hears of what."""
     registry, reporter, scaler, waitroom = gateway.registry, gateway.reporter, gateway.scaler, gateway.waitroom
-    permits, triggers = gateway.permits, gateway.metrics.scale_up_triggers
+    permits, triggers, tracer = gateway.permits, gateway.metrics.scale_up_triggers, gateway.tracer
 
     def edge(model: str) -> None:
         reporter.kick()
@@ -241,14 +284,17 @@ def _connect(gateway: Gateway, eta: Eta) -> None:
         scaler.poke_mates(model)
 
     def drain() -> None:
-        # A successor in this worker's place observes from here on, and nothing is counted twice.
-        reporter.draining, gateway.metrics.observer = True, False
-        permits.draining = True
+        reporter.draining = permits.draining = True
         reporter.kick()
 
     def ejected(replica: Replica, pause_s: float, reason: str) -> None:
         gateway.metrics.ejections.labels(replica.model).inc()
         logs.warning("replica ejected", replica=replica.id, incarnation=replica.incarnation, pause_s=pause_s, reason=reason)
+
+    def triggered(model: str, outcome: Outcome) -> None:
+        triggers.labels(model, "false" if outcome.created else "true").inc()
+        if tracer is not None:
+            tracer.asked(outcome.operation, outcome.created)
 
     gateway.ledger.on_edge = edge
     registry.on_eject = ejected
@@ -258,9 +304,13 @@ def _connect(gateway: Gateway, eta: Eta) -> None:
     gateway.link.on_connect += [lambda: _remember(gateway, eta), lambda: _bury(gateway.permits.dead, gateway.store)]
     gateway.link.on_permits = permits.hint
     gateway.link.on_debtor = gateway.callers.limits.indebted
+    gateway.link.on_hint = gateway.overview.hinted
+    reporter.waiting = waitroom.waiting
     permits.on_more = waitroom.pump_all
-    scaler.on_trigger = lambda model, outcome: triggers.labels(model, "false" if outcome.created else "true").inc()
-    gateway.life.on_drain.append(drain)
+    scaler.on_trigger = triggered
+    if tracer is not None:
+        scaler.trace = tracer.asking
+    gateway.life.on_drain += [drain, gateway.overview.touch]
     gateway.life.on_refuse.append(waitroom.drain)
     gateway.life.on_cut += [gateway.serving.proxy.cut, gateway.serving.fast.cut]
     gateway.current.on_change.append(lambda before, after: _reloaded(gateway, before, after))
@@ -302,7 +352,7 @@ def build(settings: Settings, metrics: Metrics, line: Line | None = None) -> web
 
 def _own(gateway: Gateway) -> dict[str, Handler]:
     """Everything that is not passed on to a replica, by its name in the table of routes."""
-    life, admin, models = gateway.life, gateway.admin, gateway.models
+    life, admin, models, console = gateway.life, gateway.admin, gateway.models, gateway.console
     return {
         "health": life.health,
         "ready": life.ready,
@@ -310,6 +360,9 @@ def _own(gateway: Gateway) -> dict[str, Handler]:
         "openapi": openapi.answer,
         "models.list": models.list,
         "models.get": models.get,
+        "console.page": console.page,
+        "console.asset": console.asset,
+        "admin.overview": admin.overview,
         "admin.models": admin.models,
         "admin.replicas": admin.replicas,
         "admin.snapshots": admin.snapshots,
@@ -320,6 +373,8 @@ def _own(gateway: Gateway) -> dict[str, Handler]:
         "admin.reload": gateway.reloader.handle_reload,
         "admin.restart": gateway.reloader.handle_restart,
         "admin.operation": admin.operation,
+        "admin.create_task": admin.create_task,
+        "admin.task": admin.task,
     }
 
 
@@ -327,7 +382,8 @@ async def _life(app: web.Application) -> AsyncIterator[None]:
     """Start the parts that live as long as the process; at the end take the report back, then let go of the store."""
     gateway = app[GATEWAY]
     jobs = (gateway.link.run(), gateway.reporter.run(), gateway.scaler.run(), gateway.gauges.run(), gateway.reloader.watch())
-    gateway.life.start((*jobs, gateway.permits.run(), gateway.callers.limits.run(), gateway.serving.fast.run()))
+    traces = () if gateway.tracer is None else (gateway.tracer.run(gateway.store),)
+    gateway.life.start((*jobs, gateway.permits.run(), gateway.callers.limits.run(), gateway.serving.fast.run(), *traces))
     gateway.callers.log.start()
     yield
     await gateway.life.stop()
@@ -336,6 +392,8 @@ async def _life(app: web.Application) -> AsyncIterator[None]:
     await gateway.permits.leave()
     await gateway.callers.limits.leave()
     await asyncio.to_thread(gateway.callers.log.close)
+    if gateway.tracer is not None:
+        await asyncio.to_thread(gateway.tracer.close)
     gateway.metrics.flush()
     await gateway.reporter.leave()
     gateway.registry.close()

@@ -22,10 +22,13 @@ from redis.exceptions import RedisError
 
 from gateway import logs
 from gateway.errors import StoreUnavailable
+from gateway.hosts import HostNumbers
 from gateway.permits import SETTLE_S, TENURE_S, TTL_S, Grant, Wish, payload
 from policies.limits import SHARE, Claim, Settled
 from policies.replica import Replica
-from policies.wire import REPORT_TTL_MS, SCHEMA, Failure, GatewayReport, Hint, HostReport, Keys, Operation, StageKey
+from policies.tasks import MAX_TASKS, TASK_TTL_S, Progress, Task
+from policies.tracing import Span
+from policies.wire import RECENT, REPORT_TTL_MS, SCHEMA, Failure, GatewayReport, Hint, HostReport, Keys, Operation, StageKey
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -156,10 +159,83 @@ class Store:
         reports = [_decoded(HostReport, text) for _, text in sorted(found.items())]
         return [report for report in reports if report is not None]
 
+    async def numbers(self) -> Mapping[str, HostNumbers]:
+        """What each host has counted, and what it says of itself if it still reports. One whose counts are gone is forgotten."""
+        reports, silent = await self._members(self.keys.hosts, self.keys.host)
+        names = [*reports, *silent]
+        pipe = self._client.pipeline(transaction=False)
+        for name in names:
+            pipe.hgetall(self.keys.tally(name))
+        with _translated():
+            tallies = dict(zip(names, await pipe.execute(), strict=True))
+            gone = [name for name in silent if not tallies[name]]
+            if gone:
+                await self._client.srem(self.keys.hosts, *gone)
+        found = {}
+        for name in names:
+            report = _decoded(HostReport, reports[name]) if name in reports else None
+            gauges = {"host_up": 0.0} if report is None else {**report.gauges, "host_up": 1.0}
+            counts = {field: number for field, text in tallies[name].items() if (number := _number(text)) is not None}
+            found[name] = HostNumbers(report is not None, counts, gauges)
+        return {name: found[name] for name in names if name not in gone}
+
+    async def take_spans(self, most: int) -> Sequence[Span]:
+        """Spans that restorers have left, the oldest first; nobody else gets them any more."""
+        with _translated():
+            texts = await self._client.lpop(self.keys.spans, most)
+        return [span for text in texts or () if (span := _decoded(Span, text)) is not None]
+
     async def operation(self, id: str) -> Operation | None:
         with _translated():
             text = await self._client.get(self.keys.operation(id))
         return _decoded(Operation, text) if text else None
+
+    async def create_task(self, task: Task) -> bool:
+        """Ask one host's restorer; False when too much waits for it already."""
+        keys = self.keys
+        with _translated():
+            if await self._client.llen(keys.host_tasks(task.host)) >= MAX_TASKS:
+                return False
+            pipe = self._client.pipeline(transaction=True)
+            pipe.set(keys.task(task.id), task.model_dump_json(), ex=TASK_TTL_S)
+            pipe.lpush(keys.host_tasks(task.host), task.id)
+            pipe.expire(keys.host_tasks(task.host), TASK_TTL_S)
+            pipe.publish(keys.events, Hint(task=task.id).model_dump_json())
+            await pipe.execute()
+        return True
+
+    async def task(self, id: str) -> Task | None:
+        with _translated():
+            text = await self._client.get(self.keys.task(id))
+        return _decoded(Task, text) if text else None
+
+    async def note(self, id: str, created_ms: int) -> None:
+        """This operation or task shall be listed among the recent ones."""
+        pipe = self._client.pipeline(transaction=True)
+        pipe.zadd(self.keys.recent, {id: created_ms})
+        pipe.zremrangebyrank(self.keys.recent, 0, -RECENT - 1)
+        with _translated():
+            await pipe.execute()
+
+    async def recent(self, most: int) -> tuple[Sequence[Operation], Sequence[Task]]:
+        """The latest operations and tasks that are still remembered, the newest first."""
+        with _translated():
+            ids = await self._client.zrevrange(self.keys.recent, 0, most - 1)
+            both = [self.keys.operation(id) for id in ids] + [self.keys.task(id) for id in ids]
+            texts = await self._client.mget(both) if both else []
+        operations = [_decoded(Operation, text) for text in texts[: len(ids)] if text]
+        tasks = [_decoded(Task, text) for text in texts[len(ids) :] if text]
+        return [one for one in operations if one is not None], [one for one in tasks if one is not None]
+
+    async def progress(self, hosts: Sequence[str]) -> Sequence[Progress]:
+        """What goes on at these hosts."""
+        pipe = self._client.pipeline(transaction=False)
+        for host in hosts:
+            pipe.hvals(self.keys.progress(host))
+        with _translated():
+            found = await pipe.execute() if hosts else []
+        told = [_decoded(Progress, text) for texts in found for text in texts]
+        return sorted((one for one in told if one is not None), key=lambda one: one.begun_ms)
 
     async def run(self, command: str, model: str, arguments: Mapping[str, object], *, group: str = "") -> tuple[str, str]:
         """Run one command of operations.lua; its verdict, and what comes with it as JSON (or nothing)."""
@@ -255,6 +331,13 @@ def _numbers(text: str) -> Sequence[float]:
     except (ValueError, TypeError):
         logs.warning("unreadable durations", reason=text[:100])
         return []
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
 
 
 def _decoded(kind: type[T], text: str) -> T | None:

@@ -8,10 +8,42 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from policies.tracing import Context
+
 Phase = Literal["reading", "held", "dispatched", "streaming"]
 
 
 @dataclass(slots=True)
+class Trace:
+    """A request's place in the trace that it is part of: its own span, and those that follow from it."""
+
+    own: Context
+    parent: Context | None
+    """The client's."""
+    hold: str
+    """Id of the span of its being held, if it is."""
+    asking: str
+    """Id of the span of its being answered by a replica."""
+    held_at: float | None = None
+    """Loop time at which it began to wait."""
+    sent_at: float | None = None
+    """Loop time at which it went to a replica, the last time."""
+    peer: tuple[str, int, str] = ("", 0, "")
+    """Address and port of that replica, and the kind of its engine."""
+    cause: Context | None = None
+    """The operation that brought the replica that it waited for."""
+
+    @property
+    def id(self) -> str:
+        return self.own.trace
+
+    @property
+    def outward(self) -> str:
+        """The ``traceparent`` that the replica gets."""
+        return Context(self.own.trace, self.asking).header
+
+
+@dataclass(slots=True, eq=False)
 class Trail:
     """One request. Times are seconds; counts of tokens are the engine's own."""
 
@@ -52,3 +84,5 @@ class Trail:
     bytes_out: int = 0
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
+    trace: Trace | None = None
+    """None: nobody traces it."""

@@ -16,9 +16,14 @@ from pydantic import AfterValidator, Field, JsonValue, ValidationError, field_va
 from policies.balance import Balance
 from policies.groups import Group
 from policies.holding import Bounds, Hold
+from policies.observing import Metrics, Tracing
+from policies.reading import Restore
+from policies.retention import Retention
 from policies.scalars import Bytes, Count, PositiveSeconds, Seconds, Section
 from policies.schedule import Window
+from policies.storage import Storage
 from policies.tenancy import Tenant
+from policies.trust import Trust
 
 _MODEL_NAME = re.compile(r"[^\s\x00-\x1f\x7f#]{1,200}")
 
@@ -56,8 +61,11 @@ class Engine(Section):
 
     kind: Literal["llama-server", "vllm", "sglang", "http"]
     """Which adapter speaks to it; ``http`` is any server with an OpenAI-compatible ``/v1/completions``."""
-    backend: Literal["criu", "cold"] = "criu"
-    """How its replicas are had: ``criu`` restores them from snapshots; ``cold`` starts each by its command."""
+    backend: Literal["criu", "runc", "cold"] = "criu"
+    """How its replicas are had: ``criu`` and ``runc`` restore them from snapshots, ``runc`` as OCI containers; ``cold`` starts
+    each by its command."""
+    bundle: Annotated[str, Field(pattern="^/")] | None = None
+    """``runc`` only: the folder of an OCI bundle to run the command in. None: it sees this host's file system, read-only."""
     command: Annotated[tuple[str, ...], Field(min_length=1)]
     """argv; the first element is an absolute path. The engine must listen on 0.0.0.0 at :attr:`port`."""
     env: Mapping[str, str] = {}
@@ -69,6 +77,14 @@ class Engine(Section):
     ready_timeout_s: PositiveSeconds = 1800.0
     """A cold start that takes longer has failed."""
     gpu: Gpu = Gpu()
+
+    @model_validator(mode="after")
+    def _backend_fits(self) -> Engine:
+        if self.bundle is not None and self.backend != "runc":
+            raise ValueError(f"bundle is for backend: runc, but backend is {self.backend}")
+        if self.backend == "runc" and self.gpu.count:
+            raise ValueError("backend: runc does not put GPUs into its containers; use backend: criu, or gpu.count: 0")
+        return self
 
     @field_validator("command")
     @classmethod
@@ -150,6 +166,7 @@ class Model(Section):
     total_timeout_s: PositiveSeconds | None = None
     """From dispatch to the end of the response; None: for as long as it moves."""
     snapshot: SnapshotPolicy = SnapshotPolicy()
+    restore: Restore = Restore()
     canary: Canary = Canary()
 
     @model_validator(mode="after")
@@ -207,6 +224,8 @@ class Gateway(Section):
     cors: Cors = Cors()
     access_log: bool = True
     """One JSON line for each request, probes and scrapes aside, on standard output; never a prompt or a key."""
+    console: bool = True
+    """Serve the operator's console at /console: a page that asks for the admin token."""
     hold: Bounds = Bounds(max_requests=10_000, max_bytes=512 << 20)
     """Bounds over all models together, in each worker."""
     drain_s: Seconds = 30.0
@@ -220,6 +239,8 @@ class Restorer(Section):
     """The CRIU binary (>= 4.2), a path or a name on PATH."""
     criu_timeout_s: PositiveSeconds = 120.0
     """A CRIU call that takes longer is killed together with its namespaces."""
+    runc: str = "runc"
+    """The runc binary (>= 1.1), a path or a name on PATH; only asked for by models whose ``engine.backend`` is ``runc``."""
     gpu_helper: tuple[str, ...] = ()
     """argv of the process that speaks to the GPU driver; empty: Rewake's own, under this Python."""
     network: str = "198.18.0.0/16"
@@ -258,10 +279,17 @@ class Config(Section):
     gateway: Gateway = Gateway()
     restorer: Restorer = Restorer()
     store: Store = Store()
+    storage: Storage = Storage()
     tenants: Mapping[str, Tenant] = {}
     """Who may ask. None: there are no API keys and everybody is one tenant."""
     groups: Mapping[str, Group] = {}
     """Models that exclude each other: each names its group."""
+    retention: Retention = Retention()
+    """How long snapshots are kept on this host."""
+    trust: Trust = Trust()
+    """Whose snapshots may be restored on this host, and what may be in them."""
+    metrics: Metrics = Metrics()
+    tracing: Tracing = Tracing()
     state_dir: Annotated[str, Field(pattern="^/")] = "/var/lib/rewake"
     """Snapshots, engine logs and verification stamps; on a disk with room for them."""
     run_dir: Annotated[str, Field(pattern="^/")] = "/run/rewake"

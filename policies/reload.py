@@ -20,9 +20,11 @@ _RESTART = (
     ("gateway", "user"),
     ("restorer", "criu"),
     ("restorer", "criu_timeout_s"),
+    ("restorer", "runc"),
     ("restorer", "network"),
     ("restorer", "parallel_starts"),
     ("store",),
+    ("tracing",),
     ("state_dir",),
     ("run_dir",),
 )

@@ -20,9 +20,15 @@
     :budget:{name}                hash    what a tenant may use now; expires when full gateway (Lua)
     :permits:{name}               hash    gateway -> its part of a pool (permits.lua)  gateway (Lua)
     :failure:{model}              string  Failure; expires when it may be tried again  restorer
+    :tally:{host}                 hash    Point.field -> what this host has counted    that restorer
+    :spans                        list    Span, the newest last; at most SPANS_KEPT    restorer adds, gateway takes
     :gateways / :gateway:{id}     set, string (expires)   GatewayReport                that gateway
     :hosts / :host:{name}         set, string (expires)   HostReport                   that restorer
     :suspects                     hash    incarnation -> reason                        gateway adds, its restorer removes
+    :recent                       zset    operation or task id -> ms it was made at    gateway; the last RECENT stay
+    :task:{id}                    string  Task; expires                                gateway creates, restorer settles
+    :tasks:{host}                 list    ids of tasks that its restorer has not taken gateway adds, restorer takes
+    :progress:{host}              hash    job or task id -> Progress; expires          that restorer
     :events                       pubsub  Hint: a record changed, read it again        everyone
 
 Events hint, records rule: a lost message costs a moment (readers re-read every few seconds), never a wrong state.
@@ -43,8 +49,14 @@ SCHEMA = "1"
 REPORT_TTL_MS = 6_000
 """A gateway or host that has not reported for this long is gone; reports are renewed every second."""
 OPERATION_TTL_S = 86_400
+TALLY_TTL_S = 86_400
+"""What a host has counted is kept for so long after its last report; then the host is forgotten."""
 REJECTED_DEMAND_S = 30.0
 """A request that was turned away counts as demand for this long, so that the start it asked for is not cancelled."""
+RECENT = 64
+"""Operations and tasks that can be listed."""
+MAX_WAITING = 32
+"""Held requests that one gateway's report names."""
 
 
 class Keys:
@@ -61,7 +73,9 @@ class Keys:
         self.hosts = f"{namespace}:hosts"
         self.suspects = f"{namespace}:suspects"
         self.preloaded = f"{namespace}:preloaded"
+        self.recent = f"{namespace}:recent"
         self.events = f"{namespace}:events"
+        self.spans = f"{namespace}:spans"
 
     def operation(self, id: str) -> str:
         return f"{self.prefix}:operation:{id}"
@@ -99,8 +113,20 @@ class Keys:
     def gateway(self, id: str) -> str:
         return f"{self.prefix}:gateway:{id}"
 
+    def tally(self, host: str) -> str:
+        return f"{self.prefix}:tally:{host}"
+
     def host(self, name: str) -> str:
         return f"{self.prefix}:host:{name}"
+
+    def task(self, id: str) -> str:
+        return f"{self.prefix}:task:{id}"
+
+    def host_tasks(self, host: str) -> str:
+        return f"{self.prefix}:tasks:{host}"
+
+    def progress(self, host: str) -> str:
+        return f"{self.prefix}:progress:{host}"
 
 
 COLD = "cold"
@@ -159,6 +185,8 @@ class Job(_Record):
     """STOP only: the incarnation meant; another one is left alone."""
     detail: str = ""
     """STOP only: why, in words that the replica's record keeps."""
+    trace: str = ""
+    """``traceparent`` of the operation, when somebody traces it."""
 
 
 class OperationState(enum.StrEnum):
@@ -186,6 +214,8 @@ class Operation(_Record):
     """Exit code for the command line: 0 ok, 1 failed, 3 host incompatible."""
     snapshot: str | None = None
     """snapshot: the id that was published."""
+    trace: str = ""
+    """Its ``traceparent``, when somebody traces it."""
     created_ms: int = 0
     updated_ms: int = 0
 
@@ -226,6 +256,17 @@ class ModelLoad(_Record):
         return self.held + self.inflight + self.rejected
 
 
+class Held(_Record):
+    """One request that waits, as an operator sees it."""
+
+    model: str
+    tenant: str
+    position: int
+    """At its gateway; 1 is next."""
+    waited_s: float
+    eta_s: float | None
+
+
 class GatewayReport(_Record):
     """What one gateway worker says of itself, every second and at once when something turns to or from zero."""
 
@@ -236,6 +277,8 @@ class GatewayReport(_Record):
     replicas: Mapping[str, int]
     """incarnation -> requests in flight; absent means 0."""
     draining: bool = False
+    waiting: tuple[Held, ...] = ()
+    """The first MAX_WAITING of those that are held; their number is in ``models``."""
 
 
 class SnapshotSummary(_Record):
@@ -248,7 +291,12 @@ class SnapshotSummary(_Record):
     fits: bool
     """It fits the host that reports it, and the model's present settings."""
     quarantined: str | None = None
+    signature: str = ""
+    """What its signatures are worth to the host that reports it."""
     mismatches: tuple[str, ...] = ()
+    engine: str = ""
+    cold_start_s: float = 0.0
+    """What the donor's start took, from exec to its first token."""
 
 
 class HostReport(_Record):
@@ -262,6 +310,8 @@ class HostReport(_Record):
     snapshots: tuple[SnapshotSummary, ...]
     running: int
     parallel_starts: int
+    gauges: Mapping[str, float] = {}
+    """:attr:`policies.series.Point.field` -> value, of every gauge of :data:`policies.series.SERIES` that is known."""
 
 
 class Hint(_Record):
@@ -280,3 +330,7 @@ class Hint(_Record):
     """Somebody waits for permits of this pool, or gave some back."""
     debtor: str | None = None
     """This tenant has just used more tokens than it had."""
+    task: str | None = None
+    """A task was made, or settled."""
+    progress: str | None = None
+    """The restorer of this host has got on with something."""

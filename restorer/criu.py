@@ -56,10 +56,11 @@ class Criu:
     async def _run(self, box: Box, arguments: Sequence[str], log: Path) -> None:
         output = await box.run([str(self.binary), *arguments], timeout_s=self._timeout_s)
         if output.rc != 0:
-            raise _failure(arguments[0], output, log)
+            raise failure(f"criu {arguments[0]}", output, log)
 
 
-def _failure(verb: str, output: Output, log: Path) -> ToolFailed | Environment:
+def failure(tool: str, output: Output, log: Path) -> ToolFailed | Environment:
+    """Why a dump or restore failed, as CRIU's own log has it."""
     try:
         lines = [line for line in log.read_text(errors="replace").splitlines() if "RLIMIT_NOFILE" not in line]
     except OSError:
@@ -67,4 +68,4 @@ def _failure(verb: str, output: Output, log: Path) -> ToolFailed | Environment:
     tail = "\n".join(lines[-12:])
     if "No space left on device" in tail:
         return Environment(f"disk full while criu wrote images: {tail}")
-    return ToolFailed(f"criu {verb}", output.rc, tail or output.text)
+    return ToolFailed(tool, output.rc, tail or output.text)

@@ -10,7 +10,7 @@ import secrets
 import shutil
 import stat
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from restorer.errors import Environment, ToolFailed, ToolHung
@@ -96,30 +96,53 @@ def hash_file(path: Path) -> str:
         os.close(fd)
 
 
-def hash_fd(fd: int) -> str:
-    """:func:`hash_file` of an open file; moves its position."""
+def hash_fd(fd: int, tap: Callable[[int, memoryview], None] | None = None) -> str:
+    """:func:`hash_file` of an open file; moves its position. ``tap`` is told what :func:`read_data` finds."""
     facts = os.fstat(fd)
     if not stat.S_ISREG(facts.st_mode):
         raise OSError(errno.EINVAL, "not a regular file")
-    digest, at = hashlib.sha256(), 0
-    buffer = memoryview(bytearray(min(_CHUNK, max(facts.st_size, 1))))
-    for start, end in data_extents(fd, facts.st_size):
-        _zeros(digest, start - at)
-        at = start
-        os.lseek(fd, start, os.SEEK_SET)
-        while at < end:
-            count = os.readv(fd, [buffer[: end - at]])
-            if count == 0:
-                raise OSError(errno.EIO, f"shrank from {facts.st_size} to {at} bytes while it was read")
-            digest.update(buffer[:count])
-            at += count
-    _zeros(digest, facts.st_size - at)
+    digest, done = hashlib.sha256(), 0
+    for at, piece in read_data(fd, facts.st_size):
+        _zeros(digest, at - done)
+        digest.update(piece)
+        if tap is not None:
+            tap(at, piece)
+        done = at + len(piece)
+    _zeros(digest, facts.st_size - done)
     return digest.hexdigest()
 
 
-def data_extents(fd: int, size: int) -> Iterator[tuple[int, int]]:
-    """(start, end) of every run of data in an open file of ``size`` bytes; what lies between is holes."""
-    at = 0
+def read_data(fd: int, size: int) -> Iterator[tuple[int, memoryview]]:
+    """(offset, content) of all data of an open file of ``size`` bytes, in order, in whole pages of 4 KiB but for the last; holes
+    are left out. The content is valid until the next is asked for.
+
+    Raises:
+        OSError: it cannot be read, or shrank meanwhile.
+    """
+    buffer = memoryview(bytearray(min(_CHUNK, max(size, 1))))
+    for start, end in _whole_pages(data_extents(fd, size), size):
+        for at in range(start, end, len(buffer)):
+            piece, filled = buffer[: end - at], 0
+            while filled < len(piece):
+                count = os.preadv(fd, [piece[filled:]], at + filled)
+                if count == 0:
+                    raise OSError(errno.EIO, f"shrank from {size} to {at + filled} bytes while it was read")
+                filled += count
+            yield at, piece
+
+
+def _whole_pages(extents: Iterator[tuple[int, int]], size: int) -> Iterator[tuple[int, int]]:
+    """Extents widened to pages, where a file system's blocks are smaller; those that then touch may come apart."""
+    done = 0
+    for start, end in extents:
+        first, last = max(start & -4096, done), min(-(-end // 4096) * 4096, size)
+        if first < last:
+            yield first, last
+            done = last
+
+
+def data_extents(fd: int, size: int, at: int = 0) -> Iterator[tuple[int, int]]:
+    """(start, end) of every run of data in an open file of ``size`` bytes, from ``at`` on; what lies between is holes."""
     while at < size:
         try:
             start = os.lseek(fd, at, os.SEEK_DATA)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,12 +22,15 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from policies.replica import TERMINAL, Replica, State
+from policies.tasks import PROGRESS_TTL_S, TASK_TTL_S, Progress, Task
+from policies.tracing import SPANS_KEPT, Span
 from policies.wire import (
     COLD,
     OPERATION_TTL_S,
     REPORT_TTL_MS,
     SCHEMA,
     STAGE_SAMPLES,
+    TALLY_TTL_S,
     Failure,
     GatewayReport,
     Hint,
@@ -41,6 +44,7 @@ from restorer.errors import RestorerError
 
 T = TypeVar("T", bound=BaseModel)
 _CALL_S = 5.0
+_SPANS_TTL_S = 600
 
 
 class StoreUnavailable(RestorerError):
@@ -70,6 +74,8 @@ class Claim:
     attempts: int
     """How often the job was claimed, this time included."""
     queue: str
+    inherited: bool = False
+    """Whoever had it before vanished without giving it back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +107,8 @@ class JobStore:
         self._client: Any = redis.asyncio.from_url(url, retry=Retry(NoBackoff(), 1), **common)
         self._listener: Any = redis.asyncio.from_url(url, retry=Retry(NoBackoff(), 0), health_check_interval=5, **common)
         self._script = self._client.register_script(Path(__file__).with_name("jobs.lua").read_text())
+        self.on_settled: Callable[[Claim, Outcome, Replica | None], None] = lambda claim, outcome, record: None
+        """Called when a job has ended, with its replica's last record if there is one."""
         self._queues = [self.keys.host_jobs(host), self.keys.jobs]
 
     async def close(self) -> None:
@@ -124,8 +132,8 @@ class JobStore:
         found = await self._call("claim", queues=queues, owner=self.host, ttl_ms=_ms(lease_s), job_key=self.keys.job(""))
         if found is None:
             return None
-        queue, record, fence, attempts = found
-        return Claim(Job.model_validate_json(record), int(fence), int(attempts), queue)
+        queue, record, fence, attempts, before = found
+        return Claim(Job.model_validate_json(record), int(fence), int(attempts), queue, inherited=bool(before))
 
     async def renew(self, claim: Claim, lease_s: float) -> bool:
         """Extend the lease; False when it was lost."""
@@ -183,6 +191,7 @@ class JobStore:
         )
         if not done:
             raise LeaseLost(f"job {job.id}: another claim of it exists")
+        self.on_settled(claim, outcome, record)
 
     async def replicas(self) -> dict[str, Replica]:
         """Every replica record."""
@@ -210,11 +219,24 @@ class JobStore:
         with _translated():
             return int(await self._client.get(self.keys.seq) or 0)
 
-    async def report(self, report: HostReport) -> None:
-        """Renew this host's report."""
+    async def report(self, report: HostReport, counted: Mapping[str, float] | None = None) -> None:
+        """Renew this host's report, and add what was counted (:attr:`policies.series.Point.field` -> number) to its tally."""
         pipe = self._client.pipeline(transaction=True)
         pipe.set(self.keys.host(report.host), report.model_dump_json(), px=REPORT_TTL_MS)
         pipe.sadd(self.keys.hosts, report.host)
+        tally = self.keys.tally(report.host)
+        for field, number in (counted or {}).items():
+            pipe.hincrbyfloat(tally, field, number)
+        pipe.expire(tally, TALLY_TTL_S)
+        with _translated():
+            await pipe.execute()
+
+    async def trace(self, spans: Sequence[Span]) -> None:
+        """Leave finished spans for a gateway to export; the oldest go when nobody does."""
+        pipe = self._client.pipeline(transaction=True)
+        pipe.rpush(self.keys.spans, *(span.model_dump_json() for span in spans))
+        pipe.ltrim(self.keys.spans, -SPANS_KEPT, -1)
+        pipe.expire(self.keys.spans, _SPANS_TTL_S)
         with _translated():
             await pipe.execute()
 
@@ -260,6 +282,40 @@ class JobStore:
             gone = before - {job.model for job in jobs if job.reason == "preload"}
             if gone:
                 await self._client.srem(self.keys.preloaded, *gone)
+
+    async def take_task(self) -> Task | None:
+        """The next task for this host; None when there is none. Nobody else gets it."""
+        with _translated():
+            while (id := await self._client.rpop(self.keys.host_tasks(self.host))) is not None:
+                text = await self._client.get(self.keys.task(id))
+                if text and (task := _decoded(Task, text)) is not None:
+                    return task
+        return None
+
+    async def settle_task(self, task: Task) -> None:
+        """A task's answer, for whoever asked."""
+        pipe = self._client.pipeline(transaction=True)
+        pipe.set(self.keys.task(task.id), task.model_dump_json(), ex=TASK_TTL_S)
+        pipe.publish(self.keys.events, Hint(task=task.id).model_dump_json())
+        with _translated():
+            await pipe.execute()
+
+    async def tell_progress(self, progress: Progress) -> None:
+        """What goes on here, for who watches."""
+        key = self.keys.progress(self.host)
+        pipe = self._client.pipeline(transaction=True)
+        pipe.hset(key, progress.id, progress.model_dump_json())
+        pipe.expire(key, PROGRESS_TTL_S)
+        pipe.publish(self.keys.events, Hint(progress=self.host).model_dump_json())
+        with _translated():
+            await pipe.execute()
+
+    async def forget_progress(self, id: str = "") -> None:
+        """It is over; without an id: all of this host's."""
+        key = self.keys.progress(self.host)
+        with _translated():
+            await (self._client.hdel(key, id) if id else self._client.delete(key))
+            await self._client.publish(self.keys.events, Hint(progress=self.host).model_dump_json())
 
     async def hints(self) -> AsyncIterator[Hint | None]:
         """Hints as they come, and None about every second without one. Ends never; raises when the store is lost."""

@@ -14,7 +14,7 @@ from policies.compat import Mismatch
 from policies.manifest import GpuState, Manifest
 from policies.replica import Event, Replica, State, advance
 from policies.wire import Failure, JobKind, OperationState
-from restorer import canary, gpustate
+from restorer import accounts, canary, gpustate, prefetch
 from restorer.box import Box
 from restorer.capture import capture
 from restorer.engines import HttpEngine, adapter
@@ -35,6 +35,8 @@ from restorer.host import Host, Match, log
 from restorer.instance import Instance, connect, ignite, last_words
 from restorer.integrity import verify_files
 from restorer.jobs import Claim, LeaseLost, Outcome, StoreUnavailable, demand
+from restorer.prefetch import Touched
+from restorer.reckoning import reckoned, told
 from restorer.replicas import Replicas
 from restorer.stages import Stages
 from restorer.suspended import Suspended
@@ -51,9 +53,11 @@ class Attempt:
     """One try of a START job: its record and its clock."""
 
     def __init__(self, host: Host, claim: Claim) -> None:
-        self.host, self.claim, self.stages = host, claim, Stages()
+        self.host, self.claim, self.began = host, claim, time.monotonic()
+        self.stages = host.progress.stages(claim.job)
         model = host.model(claim.job.model)
         self.engine = adapter(claim.job.model, model)
+        self.source: Manifest | None = None
         self.record = Replica(
             id=claim.job.replica,
             model=claim.job.model,
@@ -62,6 +66,7 @@ class Attempt:
             host=host.name,
             port=model.engine.port,
             concurrency=model.concurrency,
+            trace=claim.job.trace,
         )
 
     def moved(self, event: Event, **changes: Any) -> Replica:
@@ -165,19 +170,21 @@ async def _resumed(attempt: Attempt, match: Match, manifest: Manifest, suspended
         raise
 
 
-async def _proved(attempt: Attempt, instance: Instance, manifest: Manifest) -> None:
+async def _proved(attempt: Attempt, instance: Instance, manifest: Manifest, touched: Touched | None = None) -> None:
     """It repeats the donor's answers; raises CanaryDiffers otherwise."""
-    with attempt.stages.timed("canary"):
+    with accounts.compared(attempt.host.tally, attempt.record.model), attempt.stages.timed("canary") as stage:
+        if touched is not None:
+            stage.of(touched.cached, touched.bytes)
         async with connect(instance) as client:
             verdict = await canary.check(client, attempt.engine, manifest.canary)
-    if not verdict.equal:
-        raise CanaryDiffers(f"the replica does not repeat its donor's answers: {verdict.difference}")
+        if not verdict.equal:
+            raise CanaryDiffers(f"the replica does not repeat its donor's answers: {verdict.difference}")
 
 
 async def _restored_or_cold(attempt: Attempt, match: Match, manifest: Manifest) -> Instance:
     host, claim = attempt.host, attempt.claim
     try:
-        return await _restored(attempt, manifest)
+        return await _restored(attempt, match, manifest)
     except (Cancelled, LeaseLost, StoreUnavailable):
         raise
     except RestorerError as error:
@@ -186,16 +193,27 @@ async def _restored_or_cold(attempt: Attempt, match: Match, manifest: Manifest) 
             await asyncio.to_thread(host.snapshots.quarantine, manifest.id, str(error))
         if host.model(claim.job.model).on_restore_failure == "reject":
             raise
+        accounts.fell_back(host.tally, attempt.record, error)
         event = Event.START if attempt.record.state is State.MATCHING else Event.FALL_BACK
         return await _cold(attempt, match, event, f"restore of snapshot {manifest.id} failed: {error}")
 
 
-async def _restored(attempt: Attempt, manifest: Manifest) -> Instance:
+async def _restored(attempt: Attempt, match: Match, manifest: Manifest) -> Instance:
     """An engine out of a snapshot that has repeated its donor's answers; or nothing, and the reason raised."""
+    host = attempt.host
+    for mismatch in match.allowed:
+        log.warning("snapshot %s is restored all the same: %s", manifest.id, mismatch)
+    with await asyncio.to_thread(host.snapshots.use, manifest.id):
+        return await _restored_from(attempt, manifest)
+
+
+async def _restored_from(attempt: Attempt, manifest: Manifest) -> Instance:
     host = attempt.host
     await _verify_bytes(attempt, manifest)
     box = await host.boxes.take()
     try:
+        # From here on the box says what it needs, to whoever would remove it.
+        box.remember(snapshot=manifest.id)
         placement = await _placed(attempt, box, manifest.gpu)
         changes = {"snapshot": manifest.id, "incarnation": box.id, "start": "restored"}
         if attempt.record.state is State.MATCHING:
@@ -205,9 +223,11 @@ async def _restored(attempt: Attempt, manifest: Manifest) -> Instance:
             # A suspended engine was tried first, and the point of no return is passed.
             await attempt.amend(**changes)
         folder = host.snapshots.folder(manifest.id)
-        instance = await gpustate.revive(host, box, attempt.engine, manifest, folder, attempt.stages, placement)
-        await attempt.advance(Event.UP)
-        await _proved(attempt, instance, manifest)
+        async with prefetch.beside(manifest.files, attempt.engine.model.restore) as touched:
+            instance = await gpustate.revive(host, box, attempt.engine, manifest, folder, attempt.stages, placement)
+            await attempt.advance(Event.UP)
+            await _proved(attempt, instance, manifest, touched)
+        attempt.source = manifest
         return instance
     except (EngineDied, EngineNotReady) as error:
         words = last_words(box)
@@ -226,6 +246,8 @@ async def _placed(attempt: Attempt, box: Box, state: GpuState | None) -> Placeme
     Args:
         state: of the snapshot to restore; None: the engine starts cold, and takes what it finds.
     """
+    # Whose logs these are, should it fail; see restorer/remains.py.
+    box.facts.update(model=attempt.record.model, replica=attempt.record.id)
     gpu = attempt.engine.model.engine.gpu
     if gpu.count == 0:
         return None
@@ -242,15 +264,16 @@ async def _verify_bytes(attempt: Attempt, manifest: Manifest) -> None:
     Raises:
         SnapshotError: an object changed. HostIncompatible: a file of this host that the engine maps has changed.
     """
-    host = attempt.host
+    host, model = attempt.host, attempt.record.model
     with attempt.stages.timed("verify bytes") as stage:
         stage.bytes = manifest.bytes
-        faults = list(await asyncio.to_thread(host.snapshots.verify, manifest.id, full=False))
+        faults = accounts.faulty(host.tally, model, "bytes", await asyncio.to_thread(host.snapshots.verify, manifest, full=False))
         if manifest.gpu is not None:
-            faults += await asyncio.to_thread(host.weights.verify, manifest.gpu.weights)
+            wrong = await asyncio.to_thread(host.weights.verify, manifest.gpu.weights)
+            faults += accounts.faulty(host.tally, model, "weights", wrong)
         if faults:
             raise SnapshotError(f"snapshot {manifest.id} was changed: " + "; ".join(map(str, faults[:_SHOWN])))
-        changed = await asyncio.to_thread(verify_files, manifest, host.stamps)
+        changed = accounts.faulty(host.tally, model, "file", await asyncio.to_thread(verify_files, manifest, host.stamps))
     if changed:
         remedy = "bring the donor's version back, or make a new snapshot with `rewake snapshot create`"
         raise HostIncompatible([Mismatch(f"file {fault.path}", fault.expected, fault.found, remedy) for fault in changed])
@@ -288,7 +311,9 @@ async def _cold(attempt: Attempt, match: Match, event: Event, why: str) -> Insta
 
 async def _admit(attempt: Attempt, instance: Instance, replicas: Replicas) -> None:
     """Open traffic: one write makes the record ADMITTED and the job settled."""
-    admitted = attempt.moved(Event.ADMIT, address=instance.box.address)
+    changes = reckoned(attempt.stages, attempt.source, attempt.engine.model.restore, attempt.host.rates)
+    admitted = attempt.moved(Event.ADMIT, address=instance.box.address, **changes)
+    told(admitted)
     try:
         # First on this host's disk, so that a restorer that dies here finds an engine that it may or may not adopt.
         instance.box.remember(record=admitted.model_dump(mode="json"), inner_pid=instance.inner_pid)
@@ -296,6 +321,7 @@ async def _admit(attempt: Attempt, instance: Instance, replicas: Replicas) -> No
     except BaseException:
         await asyncio.shield(attempt.host.discard(instance.box))
         raise
+    accounts.admitted(attempt.host.tally, admitted, attempt.began)
     replicas.adopt(instance, admitted)
 
 
@@ -303,18 +329,20 @@ async def _give_up(attempt: Attempt, error: RestorerError) -> None:
     """Settle or release the job of a start that failed; everything it made is gone already."""
     host, claim = attempt.host, attempt.claim
     if isinstance(error, Cancelled):
-        await host.jobs.settle(
-            claim, Outcome(OperationState.CANCELLED, str(error)), attempt.moved(Event.CANCEL, reason=str(error))
-        )
+        cancelled = attempt.moved(Event.CANCEL, reason=str(error))
+        await host.jobs.settle(claim, Outcome(OperationState.CANCELLED, str(error)), cancelled)
+        accounts.failed(host.tally, cancelled, error)
         return
     passing = isinstance(error, ToolFailed | ToolHung | EngineDied | EngineNotReady) or error.kind == "environment"
     if passing and claim.attempts < host.config.restorer.max_attempts:
         log.warning("start of %s failed, to be tried again: %s", claim.job.replica, error)
         await attempt.advance(Event.LEASE_LOST, incarnation="", start=None, reason=str(error))
         await host.jobs.release(claim, _RETRY_S * claim.attempts)
+        accounts.given_back(host.tally, attempt.record, error)
         return
     log.error("start of %s failed: %s", claim.job.replica, error)
     differs = isinstance(error, CanaryDiffers) and attempt.record.state is State.VERIFYING
+    ended = attempt.moved(Event.DIFFER if differs else Event.FAIL, reason=str(error))
     await host.jobs.settle(
         claim,
         Outcome(
@@ -324,8 +352,9 @@ async def _give_up(attempt: Attempt, error: RestorerError) -> None:
             failure=Failure(code="restore_failed", detail=error.brief, operation=claim.job.operation),
             failure_s=host.config.restorer.failure_backoff_s,
         ),
-        attempt.moved(Event.DIFFER if differs else Event.FAIL, reason=str(error)),
+        ended,
     )
+    accounts.failed(host.tally, ended, error)
 
 
 async def make_snapshot(host: Host, claim: Claim) -> None:
@@ -341,7 +370,7 @@ async def make_snapshot(host: Host, claim: Claim) -> None:
         if (obstacle := host.backend(name).obstacle()) is not None:
             raise SnapshotError(f"no snapshot can be made on this host: {obstacle}")
         match = await asyncio.to_thread(host.match, name)
-        manifest = await _captured(host, adapter(name, host.model(name)), match)
+        manifest = await _captured(host, adapter(name, host.model(name)), match, host.progress.stages(claim.job))
         log.info("snapshot %s of %s was made", manifest.id, name)
         outcome = Outcome(OperationState.SUCCEEDED, snapshot=manifest.id)
     except (LeaseLost, StoreUnavailable):
@@ -352,7 +381,7 @@ async def make_snapshot(host: Host, claim: Claim) -> None:
     await host.jobs.settle(claim, outcome)
 
 
-async def _captured(host: Host, engine: HttpEngine, match: Match) -> Manifest:
+async def _captured(host: Host, engine: HttpEngine, match: Match, stages: Stages) -> Manifest:
     """A snapshot of a donor that is started for it, and ends with it."""
     gpu = engine.model.engine.gpu
     box = await host.boxes.take()
@@ -362,7 +391,8 @@ async def _captured(host: Host, engine: HttpEngine, match: Match) -> Manifest:
             placement = await host.gpus.lease(box.id, gpu.count, need_bytes=0, wait_s=gpu.wait_s)
             box.remember(gpus=list(placement.uuids))
             visible = placement.indices
-        donor, cold_start_s = await ignite(host.backend(engine.name), box, engine, visible)
-        return await capture(host, donor, match.profile, cold_start_s, Stages(), keep=False)
+        with stages.timed("start engine"):
+            donor, cold_start_s = await ignite(host.backend(engine.name), box, engine, visible)
+        return await capture(host, donor, match.profile, cold_start_s, stages, keep=False)
     finally:
         await asyncio.shield(host.discard(box))

@@ -3,6 +3,7 @@
 ::
 
     <root>/<id>/manifest.json   the commit marker, written last; its bytes are canonical and their hash is <id>
+    <root>/<id>/chunks          what the objects are made of (:mod:`restorer.chunks`)
     <root>/<id>/images/         what CRIU wrote
     <root>/<id>/scratch/        private folders, as restorer.trees stores them
     <root>/verdicts/<id>.jsonl  what became of its restores; appended to, no part of the snapshot
@@ -16,7 +17,6 @@ Knows nothing of CRIU, engines or jobs. Every method blocks: async callers use t
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import fcntl
 import json
@@ -25,7 +25,6 @@ import re
 import secrets
 import shutil
 import socket
-import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -33,19 +32,26 @@ from types import TracebackType
 
 from pydantic import ValidationError
 
-from policies.manifest import FORMAT, Manifest, SnapshotObject, canonical
+from policies.manifest import FORMATS, Manifest, canonical
+from restorer import chunks, holds, objects, signatures
 from restorer.errors import SnapshotError
-from restorer.files import allocated, dig_holes, disk_space, fsync, fsync_tree, write_durable
-from restorer.integrity import FOLDERS, MANIFEST, Fault, differences, shape, strangers, verify_files
-from restorer.stamps import SETTLE_NS, THREADS, Stamps
+from restorer.files import allocated, disk_space, fsync, write_durable
+from restorer.holds import Hold, Users
+from restorer.integrity import MANIFEST, Fault, differences, named, shape, strangers, verify_files
+from restorer.partial import PREFIX, Partial
+from restorer.stamps import SETTLE_NS, Stamps
 from restorer.trees import capture_tree, lay_tree
 from restorer.weights import verify_weights
 
 __all__ = ["Fault", "SnapshotStore", "Staging", "capture_tree", "lay_tree", "verify_files", "verify_weights"]
 
+Signer = Callable[[bytes], tuple[str, bytes] | None]
+"""A manifest's bytes -> (key id, signature), or None: it is not to be signed. Raises Environment."""
 _ID = re.compile(r"[0-9a-f]{16}")
-_DIG_FROM = 1 << 20
-"""Smaller files are not worth a process that looks for zeros in them."""
+
+
+_PULL_KEPT_S = 24 * 3600.0
+"""How long what a pull has got waits for the next one."""
 
 
 class Staging:
@@ -89,10 +95,14 @@ class SnapshotStore:
     Args:
         root: made if missing, private to the running user.
         stamps: what is known to be unchanged, so that :meth:`verify` need not read it again.
+        sign: the signature of a manifest's bytes, if what is committed is to be signed.
+        users: what runs from which snapshot; none of these is removed.
     """
 
-    def __init__(self, root: Path, stamps: Stamps) -> None:
+    def __init__(self, root: Path, stamps: Stamps, sign: Signer = lambda _: None, users: Users = dict) -> None:
         self.root = root
+        self.sign = sign
+        self._users = users
         self._stamps = stamps
         self._verdicts = root / "verdicts"
         self._manifests: dict[str, tuple[tuple[int, ...], Manifest]] = {}
@@ -108,27 +118,57 @@ class SnapshotStore:
         """Make what is staged a snapshot: dig holes, make it read-only, durable, hash it, name it; the manifest last.
 
         Args:
-            draft: the manifest without what is known only now: ``objects`` and ``bytes`` are replaced, and
-                ``bytes_written`` is increased by the size of the objects as they were handed to the file system.
+            draft: the manifest without what is known only now: ``objects``, ``chunks`` and ``bytes`` are replaced, and
+                ``bytes_written`` is increased by what of that was handed to the file system.
 
         Raises:
             Environment: the disk is full. SnapshotError: something staged cannot be an object.
         """
         with disk_space("committing a snapshot", self.root):
-            found = _objects(staging.path)
+            found = objects.found(staging.path)
             written = sum(min(size, allocated(staging.path / name)) for name, size in found.items())
-            _seal(staging.path, found)
-            hashes = self._stamps.sha256_all(staging.path / name for name in found)
-            objects = tuple(_object(staging.path, name, size, hashes[staging.path / name]) for name, size in found.items())
+            objects.seal(staging.path, found)
+            cutter = chunks.Cutter()
+            hashes = self._stamps.sha256_all((staging.path / name for name in found), tap=cutter.tap)
+            described = tuple(
+                objects.described(staging.path, name, size, hashes[staging.path / name]) for name, size in found.items()
+            )
+            cut = cutter.finish()
+            listed, index = chunks.encode({name: cut[staging.path / name] for name in found})
             manifest = draft.model_copy(
                 update={
-                    "objects": objects,
+                    "objects": described,
                     "bytes": allocated(staging.path),
-                    "bytes_written": draft.bytes_written + written,
+                    "bytes_written": draft.bytes_written + written + len(listed),
+                    "chunks": index,
                 }
             )
+            write_durable(staging.path / chunks.FILE, listed)
             self._publish(staging, manifest)
         return manifest
+
+    def receive(self, partial: Partial, manifest: Manifest, listed: bytes) -> None:
+        """Make what was pulled a snapshot, by the same steps as :meth:`commit`; every byte is compared with the manifest before.
+
+        Args:
+            listed: the list of chunks.
+
+        Raises:
+            Environment: the disk is full. SnapshotError: something is not what the manifest says.
+        """
+        with disk_space("committing a pulled snapshot", self.root):
+            write_durable(partial.path / chunks.FILE, listed)
+            objects.seal(
+                partial.path, {item.path: item.bytes for item in manifest.objects}, {i.path: i.mode for i in manifest.objects}
+            )
+            faults = [*strangers(partial.path, manifest)]
+            faults += [fault for item in named(manifest) if (fault := shape(partial.path, item)) is not None]
+            if not faults:
+                wanted = {str(partial.path / item.path): (item.path, item.sha256) for item in named(manifest)}
+                faults += differences(wanted, self._stamps.sha256_all(map(Path, wanted)))
+            if faults:
+                raise SnapshotError(f"what was pulled is not snapshot {manifest.id}: " + "; ".join(map(str, faults[:5])))
+            self._publish(partial, manifest, sign=False)
 
     def list(self) -> Sequence[Manifest]:
         """Every snapshot, newest first."""
@@ -156,10 +196,13 @@ class SnapshotStore:
         """Where a snapshot's ``images`` and ``scratch`` are."""
         return self.root / id
 
-    def verify(self, id: str, *, full: bool, progress: Callable[[int, int], None] | None = None) -> Sequence[Fault]:
+    def verify(
+        self, snapshot: str | Manifest, *, full: bool, progress: Callable[[int, int], None] | None = None
+    ) -> Sequence[Fault]:
         """Every fault of a snapshot; empty when it is as it was committed.
 
         Args:
+            snapshot: its id; or its manifest, which is believed.
             full: read every byte. Otherwise files unchanged since they were last hashed are believed (see
                 :mod:`restorer.stamps` for what that cannot see).
             progress: called from this thread with (bytes done, bytes in all).
@@ -167,16 +210,16 @@ class SnapshotStore:
         Raises:
             SnapshotError: no such snapshot, or its manifest is not what was committed.
         """
-        manifest = self.load(id)
+        manifest = snapshot if isinstance(snapshot, Manifest) else self.load(snapshot)
         folder = self.root / manifest.id
         faults = [*strangers(folder, manifest)]
         sound = []
-        for item in manifest.objects:
+        for item in named(manifest):
             fault = shape(folder, item)
-            if fault is None:
-                sound.append(item)
-            else:
+            if fault is not None:
                 faults.append(fault)
+            elif full or item.path != chunks.FILE:  # no restore reads the list, so none waits for its hash
+                sound.append(item)
         if full:
             for item in sound:
                 self._stamps.forget(folder / item.path)
@@ -186,18 +229,27 @@ class SnapshotStore:
         faults += differences({str(folder / item.path): (item.path, item.sha256) for item in sound}, hashes)
         return faults
 
+    def use(self, id: str) -> Hold:
+        """The right to use a snapshot: until it is closed, nobody removes it. Blocks for moments.
+
+        Raises:
+            InUse: it is being made or removed. Environment: it is gone.
+        """
+        return holds.use(self.root / id)
+
     def remove(self, id: str) -> None:
         """Remove a snapshot: its manifest first, so that a crash half-way leaves none. Its verdicts stay.
 
         Raises:
-            SnapshotError: there is none with exactly this id.
+            SnapshotError: there is none with exactly this id. InUse: somebody uses it, who is named.
         """
         folder = self.root / id
         if not _ID.fullmatch(id) or not folder.is_dir():
             raise SnapshotError(f"there is no snapshot {id!r} in {self.root}; `rewake snapshot ls` lists them")
-        (folder / MANIFEST).unlink(missing_ok=True)
-        fsync(folder)
-        shutil.rmtree(folder)
+        with holds.alone(folder, self._users):
+            (folder / MANIFEST).unlink(missing_ok=True)
+            fsync(folder)
+            shutil.rmtree(folder)
 
     def sweep(self, *, older_than_s: float = 3600.0) -> Sequence[str]:
         """Remove what a crash left behind: staging folders nobody makes any more, and folders without a manifest.
@@ -212,9 +264,11 @@ class SnapshotStore:
         """
         removed = []
         for path in sorted(self.root.iterdir()):
-            staged = path.name.startswith(".staging-")
+            staged = path.name.startswith((".staging-", PREFIX))
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                if time.time() - path.lstat().st_mtime < older_than_s:
+                # What a pull has got stays a while, for the next one to go on with.
+                least_s = _PULL_KEPT_S if path.name.startswith(PREFIX) else older_than_s
+                if time.time() - path.lstat().st_mtime < least_s:
                     continue
                 if (staged or (_ID.fullmatch(path.name) and self._is_debris(path))) and not _is_locked(path):
                     (path / MANIFEST).unlink(missing_ok=True)
@@ -269,7 +323,7 @@ class SnapshotStore:
             self._manifests[id] = mark, manifest
         return manifest
 
-    def _publish(self, staging: Staging, manifest: Manifest) -> None:
+    def _publish(self, staging: Staging | Partial, manifest: Manifest, *, sign: bool = True) -> None:
         target = self.root / manifest.id
         if target.exists():
             # The id is a hash that covers the objects and the time: only a commit that never got its manifest can be there.
@@ -278,15 +332,19 @@ class SnapshotStore:
         self._stamps.moved(staging.path, target)
         staging.path, staging.images, staging.scratch = target, target / "images", target / "scratch"
         fsync(self.root)
-        write_durable(target / MANIFEST, canonical(manifest))
+        data = canonical(manifest)
+        signed = self.sign(data) if sign else None
+        if signed is not None:
+            signatures.write(target, *signed)
+        write_durable(target / MANIFEST, data)
         staging.committed = True
 
     def _is_debris(self, path: Path) -> bool:
         try:
             self._read(path.name)
         except SnapshotError:
-            with contextlib.suppress(OSError, ValueError, AttributeError):
-                return bool(json.loads((path / MANIFEST).read_bytes()).get("format", FORMAT) == FORMAT)
+            with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
+                return bool(json.loads((path / MANIFEST).read_bytes()).get("format") in {None, *FORMATS})
             return True
         return False
 
@@ -301,38 +359,6 @@ class _Meter:
         self._done += self._sizes[path]
         if self._report is not None:
             self._report(self._done, self._total)
-
-
-def _objects(folder: Path) -> dict[str, int]:
-    """Path within the snapshot -> size, of every file staged, sorted by path."""
-    found = {}
-    for part in FOLDERS:
-        for parent, _, names in os.walk(folder / part):
-            for name in names:
-                path = Path(parent, name)
-                relative, facts = str(path.relative_to(folder)), path.lstat()
-                if not stat.S_ISREG(facts.st_mode):
-                    raise SnapshotError(f"{relative} is not a regular file, and cannot be part of a snapshot")
-                found[relative] = facts.st_size
-    return dict(sorted(found.items()))
-
-
-def _seal(folder: Path, found: dict[str, int]) -> None:
-    """Dig holes, take away write permission, make durable, and let the clock move on so that hashes can be remembered."""
-    with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-        list(pool.map(dig_holes, (folder / name for name, size in found.items() if size >= _DIG_FROM)))
-        for name in found:
-            (folder / name).chmod(0o400)
-        list(pool.map(fsync, (folder / name for name in found)))
-    fsync_tree(folder)
-    newest = max((os.lstat(folder / name).st_ctime_ns for name in found), default=0)
-    time.sleep(min(max(0, newest + SETTLE_NS + 1_000_000 - time.time_ns()), 2 * SETTLE_NS) / 1e9)
-
-
-def _object(folder: Path, name: str, size: int, sha256: str | OSError) -> SnapshotObject:
-    if isinstance(sha256, OSError):
-        raise sha256
-    return SnapshotObject(path=name, bytes=size, sha256=sha256, mode=stat.S_IMODE((folder / name).lstat().st_mode))
 
 
 def _is_locked(path: Path) -> bool:

@@ -21,6 +21,8 @@ from policies.replica import Replica, State
 from policies.wire import HostReport, OperationState, SnapshotSummary, StageKey
 from restorer.host import News
 from restorer.jobs import JobStore
+from restorer.progress import ProgressBoard
+from restorer.tally import Tally
 from restorer.worker import Worker
 
 ENGINE = {"kind": "http", "command": ["/bin/true"]}
@@ -58,14 +60,18 @@ async def bench(url: str, config: Config = CONFIG, snapshots: tuple[SnapshotSumm
         name="host-a",
         jobs=jobs,
         news=News(),
+        progress=ProgressBoard(jobs),
         config=config,
         model=config.models.__getitem__,
         summaries=lambda: snapshots,
         snapshots=SimpleNamespace(sweep=lambda older_than_s: [], list=list, root=Path("/proc/self/fdinfo")),
         criu=None,
         capability="",
+        tally=Tally(),
+        gpus=SimpleNamespace(facts=None),
         discard=nothing,
-        weights=SimpleNamespace(sweep=lambda used: []),
+        weights=SimpleNamespace(sweep=lambda used, older_than_s: []),
+        speed=None,
         boxes=SimpleNamespace(discard=nothing, close=nothing, fill=nothing, survivors=nothing),
     )
     operations = Operations(store, Registry(config.models), lambda model: Sharing.of(config, model))
