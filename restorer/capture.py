@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,7 +83,7 @@ async def _dumped(host: Host, donor: Instance, known: _Draft, stages: Stages) ->
             draft = _draft(host, donor, known, pids, files, private)
             if host.model(known.profile.model).snapshot.rehearse:
                 with stages.timed("rehearse"):
-                    draft = prefetch.noted(draft, await _rehearse(host, donor, staging, draft))
+                    draft = await _rehearse(host, donor, staging, draft)
             with stages.timed("publish") as stage:
                 manifest = await asyncio.to_thread(host.snapshots.commit, staging, draft)
                 stage.bytes = manifest.bytes
@@ -146,10 +146,10 @@ def _draft(
     )
 
 
-async def _rehearse(host: Host, donor: Instance, staging: Staging, draft: Manifest) -> Mapping[str, int]:
+async def _rehearse(host: Host, donor: Instance, staging: Staging, draft: Manifest) -> Manifest:
     """Restore what is staged beside the stopped donor, on the GPUs that the donor has left, and compare.
 
-    Returns path -> bytes that the canary touched, of every file that is mapped.
+    Returns the draft with what was measured: the canary's time, and what it touched of mapped files.
     """
     box, placement, engine = await host.boxes.take(), None, donor.engine
     try:
@@ -158,7 +158,9 @@ async def _rehearse(host: Host, donor: Instance, staging: Staging, draft: Manife
             box.remember(gpus=list(placement.uuids))
         replica = await gpustate.revive(host, box, engine, draft, staging.path, Stages(), placement)
         async with connect(replica) as client:
+            begun = time.perf_counter()
             verdict = await canary.check(client, engine, draft.canary)
+            canary_s = time.perf_counter() - begun
         touched = await asyncio.to_thread(prefetch.touched, replica.pid)
         await gpustate.settle(replica)
     except EngineDied as error:
@@ -167,7 +169,8 @@ async def _rehearse(host: Host, donor: Instance, staging: Staging, draft: Manife
         await asyncio.shield(host.discard(box))
     if not verdict.equal:
         raise CanaryDiffers(f"the rehearsal did not repeat the donor's answers: {verdict.difference}; nothing was published")
-    return touched
+    known_s = canary_s if draft.canary_s is None else draft.canary_s
+    return prefetch.noted(draft, touched).model_copy(update={"canary_s": round(min(known_s, canary_s), 4)})
 
 
 def _size(folder: Path) -> int:
