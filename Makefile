@@ -16,6 +16,7 @@ export REWAKE_CRIU := $(abspath $(TOOLS)/bin/criu)
 export REWAKE_RUNC := $(abspath $(TOOLS)/bin/runc)
 export REWAKE_LLAMA_SERVER := $(abspath $(TOOLS)/bin/llama-server)
 export REWAKE_MODEL := $(abspath $(GGUF))
+export REWAKE_CHROMIUM := $(abspath $(TOOLS)/bin/chromium)
 export REWAKE_CLIENTS := $(abspath $(CLIENTS))
 
 .DEFAULT_GOAL := help
@@ -42,6 +43,9 @@ criu: | system
 
 runc: | system
 	@deploy/install/runc.sh $(TOOLS)
+
+chromium: | system
+	@deploy/install/chromium.sh $(TOOLS)
 
 llama-server: | system
 	@deploy/install/llama-server.sh $(TOOLS)
