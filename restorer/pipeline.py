@@ -66,6 +66,7 @@ class Attempt:
             host=host.name,
             port=model.engine.port,
             concurrency=model.concurrency,
+            trace=claim.job.trace,
         )
 
     def moved(self, event: Event, **changes: Any) -> Replica:
@@ -263,19 +264,16 @@ async def _verify_bytes(attempt: Attempt, manifest: Manifest) -> None:
     Raises:
         SnapshotError: an object changed. HostIncompatible: a file of this host that the engine maps has changed.
     """
-    host = attempt.host
+    host, model = attempt.host, attempt.record.model
     with attempt.stages.timed("verify bytes") as stage:
         stage.bytes = manifest.bytes
-        faults = list(await asyncio.to_thread(host.snapshots.verify, manifest, full=False))
-        accounts.faulty(host.tally, attempt.record.model, "bytes", faults)
+        faults = accounts.faulty(host.tally, model, "bytes", await asyncio.to_thread(host.snapshots.verify, manifest, full=False))
         if manifest.gpu is not None:
-            found = await asyncio.to_thread(host.weights.verify, manifest.gpu.weights)
-            accounts.faulty(host.tally, attempt.record.model, "weights", found)
-            faults += found
+            wrong = await asyncio.to_thread(host.weights.verify, manifest.gpu.weights)
+            faults += accounts.faulty(host.tally, model, "weights", wrong)
         if faults:
             raise SnapshotError(f"snapshot {manifest.id} was changed: " + "; ".join(map(str, faults[:_SHOWN])))
-        changed = await asyncio.to_thread(verify_files, manifest, host.stamps)
-        accounts.faulty(host.tally, attempt.record.model, "file", changed)
+        changed = accounts.faulty(host.tally, model, "file", await asyncio.to_thread(verify_files, manifest, host.stamps))
     if changed:
         remedy = "bring the donor's version back, or make a new snapshot with `rewake snapshot create`"
         raise HostIncompatible([Mismatch(f"file {fault.path}", fault.expected, fault.found, remedy) for fault in changed])
