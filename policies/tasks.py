@@ -7,7 +7,7 @@ is JSON for whoever asked. Knows neither who asks nor how the answer is found.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, JsonValue
@@ -31,6 +31,10 @@ class _Record(BaseModel):
 TaskKind = Literal["verify", "explain", "log"]
 """``verify``: read every byte of a snapshot and compare it with what was committed. ``explain``: whether a snapshot fits this
 host and the model's settings, and every reason why not. ``log``: a part of the log of an engine, running or ended."""
+
+
+CHORES: Collection[TaskKind] = ("verify",)
+"""Kinds that take their time, and are listed beside operations."""
 
 
 class TaskState(enum.StrEnum):

@@ -161,7 +161,7 @@ def test_a_snapshot_is_verified_and_explained(page: Page, system: Installation) 
 
 
 def test_a_failed_restore_is_led_back_to_its_cause(page: Page, system: Installation) -> None:
-    """CRIU refuses a file that changed between the check of the bytes and its own look; its line is quoted, and the remedy said."""
+    """CRIU refuses a file that changed between our check and its own: its line is quoted, and the remedy said."""
     system.snapshot("strict")
     before = system.calls("restore")
     with system.held("before-restore"):
