@@ -22,6 +22,7 @@
     :failure:{model}              string  Failure; expires when it may be tried again  restorer
     :gateways / :gateway:{id}     set, string (expires)   GatewayReport                that gateway
     :hosts / :host:{name}         set, string (expires)   HostReport                   that restorer
+    :journal                      list    Trail: the last attempts that ended, newest first   restorers push
     :suspects                     hash    incarnation -> reason                        gateway adds, its restorer removes
     :events                       pubsub  Hint: a record changed, read it again        everyone
 
@@ -59,6 +60,7 @@ class Keys:
         self.jobs = f"{namespace}:jobs"
         self.gateways = f"{namespace}:gateways"
         self.hosts = f"{namespace}:hosts"
+        self.journal = f"{namespace}:journal"
         self.suspects = f"{namespace}:suspects"
         self.preloaded = f"{namespace}:preloaded"
         self.events = f"{namespace}:events"
@@ -105,6 +107,8 @@ class Keys:
 
 COLD = "cold"
 """The origin of an engine that was not restored."""
+TRAILS = 100
+"""Ended attempts kept in :journal."""
 STAGE_SAMPLES = 32
 """Durations kept for each stage, the newest last."""
 

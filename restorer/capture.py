@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from policies.journal import Undo
 from policies.manifest import Exchange, GpuState, Manifest, MappedFile, Profile
-from restorer import canary, gpustate, inventory, pages
+from restorer import canary, gpustate, inventory, pages, proof, undo
 from restorer.box import Box
 from restorer.criu import GHOST_LIMIT
 from restorer.errors import CanaryDiffers, EngineDied, SnapshotError
@@ -24,6 +25,7 @@ from restorer.host import Host
 from restorer.instance import Instance, connect
 from restorer.snapshots import Staging, capture_tree
 from restorer.stages import Stages
+from restorer.undo import fresh_box
 
 _QUIET_S = 10.0
 _MANY_CORES = 8
@@ -68,25 +70,31 @@ async def _dumped(host: Host, donor: Instance, known: _Draft, stages: Stages) ->
     private = ("/dev/shm", str(box.mountpoint))
     with stages.timed("inspect"):
         pids, files = await _inspect(host, donor, private)
-    with host.snapshots.stage() as staging:
+    name = Staging.fresh_name()
+    with stages.timed("stage", Undo(what="staging", name=name)):
+        await stages.durable()
+        staging = await asyncio.to_thread(host.snapshots.stage, name)
+    with staging:
         try:
-            with stages.timed("dump") as stage:
+            with stages.timed("dump", Undo(what="thaw", name=box.id)) as stage:
                 await criu.dump(box, donor.inner_pid, staging.images, donor.engine.dump_options)
-                for number, folder in enumerate(_scratch(box)):
-                    await asyncio.to_thread(capture_tree, folder, staging.scratch / str(number))
                 stage.bytes = await asyncio.to_thread(_size, staging.path)
+            with stages.timed("copy scratch") as stage:
+                stage.bytes = 0
+                for number, folder in enumerate(_scratch(box)):
+                    stage.bytes += await asyncio.to_thread(capture_tree, folder, staging.scratch / str(number))
             if donor.engine.gpus or (os.cpu_count() or 1) >= _MANY_CORES:
                 with stages.timed("take memory out") as stage, disk_space("moving memory aside", staging.path):
                     stage.bytes = await asyncio.to_thread(pages.take_out, staging.images, huge=True)
             draft = _draft(host, donor, known, pids, files, private)
             if host.model(known.profile.model).snapshot.rehearse:
                 with stages.timed("rehearse"):
-                    await _rehearse(host, donor, staging, draft)
+                    await _rehearse(host, donor, staging, draft, stages.parts("rehearse"))
             with stages.timed("publish") as stage:
                 manifest = await asyncio.to_thread(host.snapshots.commit, staging, draft)
                 stage.bytes = manifest.bytes
         finally:
-            await asyncio.shield(criu.thaw(box))
+            await asyncio.shield(undo.thaw(host, box.id))
     return manifest
 
 
@@ -142,23 +150,26 @@ def _draft(
     )
 
 
-async def _rehearse(host: Host, donor: Instance, staging: Staging, draft: Manifest) -> None:
+async def _rehearse(host: Host, donor: Instance, staging: Staging, draft: Manifest, stages: Stages) -> None:
     """Restore what is staged beside the stopped donor, on the GPUs that the donor has left, and compare."""
-    box, placement, engine = await host.boxes.take(), None, donor.engine
+    box = await fresh_box(host, stages)
     try:
+        placement = None
         if draft.gpu is not None:
             placement = await host.gpus.share(draft.gpu.used)
             box.remember(gpus=list(placement.uuids))
-        replica = await gpustate.revive(host, box, engine, draft, staging.path, Stages(), placement)
-        async with connect(replica) as client:
-            verdict = await canary.check(client, engine, draft.canary)
+        replica = await proof.revived(host, box, donor.engine, draft, staging.path, stages, placement, _nobody_is_told)
         await gpustate.settle(replica)
     except EngineDied as error:
         raise SnapshotError(f"the rehearsal's engine died: {error}") from error
+    except CanaryDiffers as error:
+        raise CanaryDiffers(f"rehearsal: {error}; nothing was published") from error
     finally:
         await asyncio.shield(host.discard(box))
-    if not verdict.equal:
-        raise CanaryDiffers(f"the rehearsal did not repeat the donor's answers: {verdict.difference}; nothing was published")
+
+
+async def _nobody_is_told() -> None:
+    """A rehearsal has no record."""
 
 
 def _size(folder: Path) -> int:

@@ -24,6 +24,7 @@ from restorer.cuda import Cuda
 from restorer.errors import RestorerError
 from restorer.gpus import Gpus
 from restorer.jobs import JobStore
+from restorer.journal import Hook, Journals
 from restorer.probes import MINIMUM_CRIU
 from restorer.snapshots import SnapshotStore
 from restorer.stamps import Stamps
@@ -81,6 +82,7 @@ class Host:
     stamps: Stamps
     snapshots: SnapshotStore
     weights: WeightsStore
+    journals: Journals
     cuda: Cuda
     gpus: Gpus
     facts: HostFacts
@@ -170,8 +172,12 @@ def _summary(manifest: Manifest, match: Match | RestorerError | None, quarantine
     )
 
 
-def build(config: Config, store_url: str) -> Host:
-    """Probe this machine and put the parts together. Blocks for as long as CRIU's own check takes."""
+def build(config: Config, store_url: str, hook: Hook | None = None) -> Host:
+    """Probe this machine and put the parts together. Blocks for as long as CRIU's own check takes.
+
+    Args:
+        hook: for tests: called around each journaled step.
+    """
     state, run = Path(config.state_dir), Path(config.run_dir)
     for folder in (state, run):
         folder.mkdir(parents=True, exist_ok=True)
@@ -187,6 +193,7 @@ def build(config: Config, store_url: str) -> Host:
         stamps=stamps,
         snapshots=SnapshotStore(state / "snapshots", stamps),
         weights=WeightsStore(state / "weights", stamps),
+        journals=Journals(state / "journal", hook),
         cuda=helper,
         gpus=Gpus(helper, None),
         facts=hostfacts.probe(binary),

@@ -21,6 +21,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
+from policies.journal import Trail
 from policies.replica import TERMINAL, Replica, State
 from policies.wire import (
     COLD,
@@ -28,6 +29,7 @@ from policies.wire import (
     REPORT_TTL_MS,
     SCHEMA,
     STAGE_SAMPLES,
+    TRAILS,
     Failure,
     GatewayReport,
     Hint,
@@ -183,6 +185,14 @@ class JobStore:
         )
         if not done:
             raise LeaseLost(f"job {job.id}: another claim of it exists")
+
+    async def tell(self, trail: Trail) -> None:
+        """Put an ended attempt at the head of the installation's last ones."""
+        pipe = self._client.pipeline(transaction=True)
+        pipe.lpush(self.keys.journal, trail.model_dump_json(exclude_none=True))
+        pipe.ltrim(self.keys.journal, 0, TRAILS - 1)
+        with _translated():
+            await pipe.execute()
 
     async def replicas(self) -> dict[str, Replica]:
         """Every replica record."""

@@ -1,57 +1,53 @@
 """One start, from a claimed job to ADMITTED or to nothing: match, restore (or start), verify, admit.
 
 :func:`start` reads top to bottom. The table in :mod:`policies.replica` permits each step, the store refuses each write of a
-lost claim, and whatever is raised, the box is killed: a start ends admitted or leaves nothing.
+lost claim, and whatever is raised, the journal is unwound: a start ends admitted or leaves nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 from policies.compat import Mismatch
+from policies.failures import Verdict
+from policies.journal import Outcome as Ending
+from policies.journal import Trail, Undo
 from policies.manifest import GpuState, Manifest
 from policies.replica import Event, Replica, State, advance
 from policies.wire import Failure, JobKind, OperationState
-from restorer import canary, gpustate
+from restorer import gpustate, proof, undo
 from restorer.box import Box
 from restorer.capture import capture
 from restorer.engines import HttpEngine, adapter
-from restorer.errors import (
-    CanaryDiffers,
-    Cancelled,
-    EngineDied,
-    EngineNotReady,
-    Environment,
-    HostIncompatible,
-    RestorerError,
-    SnapshotError,
-    ToolFailed,
-    ToolHung,
-)
+from restorer.errors import CanaryDiffers, Cancelled, EngineDied, Environment, HostIncompatible, RestorerError, SnapshotError
 from restorer.gpus import Placement
 from restorer.host import Host, Match, log
-from restorer.instance import Instance, connect, ignite, last_words
+from restorer.instance import Instance, connect, ignite
 from restorer.integrity import verify_files
 from restorer.jobs import Claim, LeaseLost, Outcome, StoreUnavailable, demand
+from restorer.journal import Journal
 from restorer.replicas import Replicas
 from restorer.stages import Stages
 from restorer.suspended import Suspended
+from restorer.undo import fresh_box, unwinding
 
 EXIT_FAILED, EXIT_HOST = 1, 3
 """What the command line exits with."""
 _RETRY_S = 1.0
 _SHOWN = 5
-_BROKEN = ("misaligned address", "an illegal memory access", "CUDA_ERROR_ILLEGAL_ADDRESS")
-"""What an engine says whose GPU state came back wrong: another try would end the same way."""
+_PASSING = ("tool", "transient", "environment")
+"""Failures that another try may not meet."""
 
 
 class Attempt:
-    """One try of a START job: its record and its clock."""
+    """One try of a START job: its record, its journal and its clock."""
 
-    def __init__(self, host: Host, claim: Claim) -> None:
-        self.host, self.claim, self.stages = host, claim, Stages()
+    def __init__(self, host: Host, claim: Claim, journal: Journal) -> None:
+        self.host, self.claim, self.journal, self.stages = host, claim, journal, Stages(journal)
         model = host.model(claim.job.model)
         self.engine = adapter(claim.job.model, model)
         self.record = Replica(
@@ -88,6 +84,42 @@ class Attempt:
             raise Cancelled("every client that waited for it has left")
 
 
+class _Ending:
+    """How an attempt ends, for its journal."""
+
+    outcome: Ending = "interrupted"
+    """Unless somebody says better: its lease was lost, or its restorer ends."""
+    detail: str = ""
+    verdict: Verdict | None = None
+
+    def put(self, outcome: Ending, detail: str = "", verdict: Verdict | None = None) -> None:
+        self.outcome, self.detail, self.verdict = outcome, detail, verdict or self.verdict
+
+
+@contextlib.asynccontextmanager
+async def _journaled(host: Host, claim: Claim) -> AsyncIterator[tuple[Journal, _Ending]]:
+    """The journal of an attempt, closed at its end; what could not be undone keeps it open, for another try."""
+    job = claim.job
+    what = {"operation": job.operation, "job": job.id, "kind": job.kind.value, "model": job.model, "replica": job.replica}
+    journal, ending = host.journals.begin(**what, attempt=claim.attempts, host=host.name), _Ending()
+    try:
+        yield journal, ending
+    finally:
+        await asyncio.shield(_closed(host, journal, ending))
+
+
+async def _closed(host: Host, journal: Journal, ending: _Ending) -> None:
+    done = ending.outcome == "succeeded" or await undo.unwind(host, journal)
+    trail = await host.journals.end(journal, ending.outcome if done else None, ending.detail, ending.verdict)
+    await report(host, trail)
+
+
+async def report(host: Host, trail: Trail) -> None:
+    """Tell the store what became of an attempt, for those who look from elsewhere; the journal itself stays here."""
+    with contextlib.suppress(StoreUnavailable):
+        await host.jobs.tell(trail)
+
+
 async def start(host: Host, claim: Claim, replicas: Replicas) -> None:
     """Bring one replica to ADMITTED and settle its job, or leave nothing and say why.
 
@@ -95,39 +127,53 @@ async def start(host: Host, claim: Claim, replicas: Replicas) -> None:
         LeaseLost: somebody else has the job now; everything was undone.
         StoreUnavailable: the outcome could not be written; everything was undone, the job comes back when the lease ends.
     """
-    attempt = Attempt(host, claim)
-    model = host.model(claim.job.model)
-    try:
-        await attempt.advance(Event.CLAIM)
-        _bounded(claim, host.config.restorer.max_attempts)
-        with attempt.stages.timed("match"):
-            match = await asyncio.to_thread(host.match, claim.job.model)
-        await attempt.still_wanted()
-        await replicas.vacated(claim.job.model)
-        if match.manifest is not None and host.criu is not None:
-            instance = await _resumed(attempt, match, match.manifest, replicas.suspended)
-            if instance is None:
-                instance = await _restored_or_cold(attempt, match, match.manifest)
-        else:
-            why = match.why if host.criu is not None else host.capability
-            if model.on_no_snapshot == "reject":
-                raise (
-                    HostIncompatible([m for found in match.refused.values() for m in found])
-                    if match.refused
-                    else SnapshotError(why)
-                )
-            instance = await _cold(attempt, match, Event.START, why)
-        await _admit(attempt, instance, replicas)
-    except (LeaseLost, StoreUnavailable):
-        raise
-    except RestorerError as error:
-        await _give_up(attempt, error)
+    async with _journaled(host, claim) as (journal, ending):
+        attempt = Attempt(host, claim, journal)
+        try:
+            async with unwinding(host, journal):
+                await attempt.advance(Event.CLAIM)
+                await _bounded(host, claim)
+                instance = await _started(attempt, replicas, ending)
+                await _admit(attempt, instance, replicas)
+            ending.put("succeeded", attempt.record.reason)
+        except (LeaseLost, StoreUnavailable):
+            raise
+        except RestorerError as error:
+            ending.put("cancelled" if isinstance(error, Cancelled) else "failed", str(error), error.verdict)
+            await _give_up(attempt, error)
 
 
-def _bounded(claim: Claim, most: int) -> None:
+async def _started(attempt: Attempt, replicas: Replicas, ending: _Ending) -> Instance:
+    """An engine that may be admitted: resumed, restored or cold, by what there is and what the policy says."""
+    host, name = attempt.host, attempt.claim.job.model
+    with attempt.stages.timed("match"):
+        match = await asyncio.to_thread(host.match, name)
+    await attempt.still_wanted()
+    await replicas.vacated(name)
+    if match.manifest is not None and host.criu is not None:
+        instance = await _resumed(attempt, match, match.manifest, replicas.suspended)
+        return instance or await _restored_or_cold(attempt, match, match.manifest, ending)
+    why = match.why if host.criu is not None else host.capability
+    if host.model(name).on_no_snapshot == "reject":
+        if match.refused:
+            raise HostIncompatible([m for found in match.refused.values() for m in found])
+        raise SnapshotError(why)
+    return await _cold(attempt, match, Event.START, why)
+
+
+async def _bounded(host: Host, claim: Claim) -> None:
     """A failed try is counted when it fails; one that took the restorer with it has to be counted here."""
-    if claim.attempts > most:
-        raise Environment(f"it was begun {most} times, and each time the restorer ended before it; see the restorer's log")
+    if claim.attempts > host.config.restorer.max_attempts:
+        tries = f"it was begun {claim.attempts} times, and each time the restorer ended before it"
+        raise Environment(f"{tries}: {await _interrupted(host, claim) or 'see its log'}")
+
+
+async def _interrupted(host: Host, claim: Claim) -> str:
+    """What earlier attempts of this job came to that ended with their restorer; empty: there was none."""
+    if claim.attempts == 1:
+        return ""
+    trails = [trail for trail in await asyncio.to_thread(host.journals.history) if trail.job == claim.job.id]
+    return " | ".join(f"attempt {one.attempt}: {undo.summary(one)}" for one in trails if one.outcome == "interrupted")
 
 
 async def _resumed(attempt: Attempt, match: Match, manifest: Manifest, suspended: Suspended) -> Instance | None:
@@ -144,44 +190,34 @@ async def _resumed(attempt: Attempt, match: Match, manifest: Manifest, suspended
         raise
     assert placement is not None
     lives = int(box.facts.get("lives", 1)) + 1
-    box.remember(lives=lives)
     try:
-        await attempt.advance(Event.RESTORE, snapshot=manifest.id, incarnation=f"{box.id}-{lives}", start="resumed")
-        await gpustate.resume(attempt.host, instance, resting.state, placement, attempt.stages)
-        await _proved(attempt, instance, manifest)
-        await attempt.advance(Event.UP)
-        return instance
+        async with unwinding(attempt.host, attempt.journal):
+            with attempt.stages.timed("resume", Undo(what="box", name=box.id)):
+                box.remember(lives=lives)
+            await attempt.advance(Event.RESTORE, snapshot=manifest.id, incarnation=f"{box.id}-{lives}", start="resumed")
+            await gpustate.resume(attempt.host, instance, resting.state, placement, attempt.stages)
+            await proof.proved(instance, attempt.engine, manifest, attempt.stages)
+            await attempt.advance(Event.UP)
+            return instance
     except (LeaseLost, StoreUnavailable):
-        await asyncio.shield(attempt.host.discard(box))
         raise
     except RestorerError as error:
         # Not the snapshot's fault, whatever it was.
         log.warning("the suspended engine of %s cannot be resumed, and is ended: %s", model, error)
-        await asyncio.shield(attempt.host.discard(box))
         return None
-    except BaseException:
-        await asyncio.shield(attempt.host.discard(box))
-        raise
 
 
-async def _proved(attempt: Attempt, instance: Instance, manifest: Manifest) -> None:
-    """It repeats the donor's answers; raises CanaryDiffers otherwise."""
-    with attempt.stages.timed("canary"):
-        async with connect(instance) as client:
-            verdict = await canary.check(client, attempt.engine, manifest.canary)
-    if not verdict.equal:
-        raise CanaryDiffers(f"the replica does not repeat its donor's answers: {verdict.difference}")
-
-
-async def _restored_or_cold(attempt: Attempt, match: Match, manifest: Manifest) -> Instance:
+async def _restored_or_cold(attempt: Attempt, match: Match, manifest: Manifest, ending: _Ending) -> Instance:
     host, claim = attempt.host, attempt.claim
     try:
-        return await _restored(attempt, manifest)
+        async with unwinding(host, attempt.journal):
+            return await _restored(attempt, manifest)
     except (Cancelled, LeaseLost, StoreUnavailable):
         raise
     except RestorerError as error:
-        log.warning("restore of %s from %s failed: %s", claim.job.replica, manifest.id, error)
-        if isinstance(error, SnapshotError):
+        ending.verdict = verdict = error.verdict
+        log.warning("restore of %s from %s failed: %s (%s)", claim.job.replica, manifest.id, error, verdict)
+        if verdict.cls == "snapshot":
             await asyncio.to_thread(host.snapshots.quarantine, manifest.id, str(error))
         if host.model(claim.job.model).on_restore_failure == "reject":
             raise
@@ -190,34 +226,25 @@ async def _restored_or_cold(attempt: Attempt, match: Match, manifest: Manifest) 
 
 
 async def _restored(attempt: Attempt, manifest: Manifest) -> Instance:
-    """An engine out of a snapshot that has repeated its donor's answers; or nothing, and the reason raised."""
+    """An engine out of a snapshot that has repeated its donor's answers, in a box of its own."""
     host = attempt.host
     assert host.criu is not None
     await _verify_bytes(attempt, manifest)
-    box = await host.boxes.take()
-    try:
-        placement = await _placed(attempt, box, manifest.gpu)
-        changes = {"snapshot": manifest.id, "incarnation": box.id, "start": "restored"}
-        if attempt.record.state is State.MATCHING:
-            await attempt.still_wanted()
-            await attempt.advance(Event.RESTORE, **changes)
-        else:
-            # A suspended engine was tried first, and the point of no return is passed.
-            await attempt.amend(**changes)
-        folder = host.snapshots.folder(manifest.id)
-        instance = await gpustate.revive(host, box, attempt.engine, manifest, folder, attempt.stages, placement)
+    box = await fresh_box(host, attempt.stages)
+    placement = await _placed(attempt, box, manifest.gpu)
+    changes = {"snapshot": manifest.id, "incarnation": box.id, "start": "restored"}
+    if attempt.record.state is State.MATCHING:
+        await attempt.still_wanted()
+        await attempt.advance(Event.RESTORE, **changes)
+    else:
+        # A suspended engine was tried first, and the point of no return is passed.
+        await attempt.amend(**changes)
+    folder = host.snapshots.folder(manifest.id)
+
+    async def up() -> None:
         await attempt.advance(Event.UP)
-        await _proved(attempt, instance, manifest)
-        return instance
-    except (EngineDied, EngineNotReady) as error:
-        words = last_words(box)
-        await asyncio.shield(host.discard(box))
-        if sign := next((sign for sign in _BROKEN if sign in f"{error} {words}"), None):
-            raise SnapshotError(f"what was restored is broken ({sign}): {error}") from error
-        raise
-    except BaseException:
-        await asyncio.shield(host.discard(box))
-        raise
+
+    return await proof.revived(host, box, attempt.engine, manifest, folder, attempt.stages, placement, up)
 
 
 async def _placed(attempt: Attempt, box: Box, state: GpuState | None) -> Placement | None:
@@ -226,12 +253,18 @@ async def _placed(attempt: Attempt, box: Box, state: GpuState | None) -> Placeme
     Args:
         state: of the snapshot to restore; None: the engine starts cold, and takes what it finds.
     """
-    gpu = attempt.engine.model.engine.gpu
+    need, prefer = (0, ()) if state is None else (gpustate.need_bytes(state), state.used)
+    return await _leased(attempt.host, box, attempt.engine, attempt.stages, need, prefer)
+
+
+async def _leased(
+    host: Host, box: Box, engine: HttpEngine, stages: Stages, need_bytes: int = 0, prefer: tuple[str, ...] = ()
+) -> Placement | None:
+    gpu = engine.model.engine.gpu
     if gpu.count == 0:
         return None
-    with attempt.stages.timed("lease GPU"):
-        need, prefer = (0, ()) if state is None else (gpustate.need_bytes(state), state.used)
-        placement = await attempt.host.gpus.lease(box.id, gpu.count, need_bytes=need, wait_s=gpu.wait_s, prefer=prefer)
+    with stages.timed("lease GPU"):
+        placement = await host.gpus.lease(box.id, gpu.count, need_bytes=need_bytes, wait_s=gpu.wait_s, prefer=prefer)
         box.remember(gpus=list(placement.uuids))
     return placement
 
@@ -260,43 +293,40 @@ async def _cold(attempt: Attempt, match: Match, event: Event, why: str) -> Insta
     """A cold engine; captured on its way, where the policy wants a snapshot and there is none."""
     host = attempt.host
     policy = host.model(attempt.record.model).snapshot
-    box = await host.boxes.take()
-    try:
-        placement = await _placed(attempt, box, None)
-        await attempt.advance(event, incarnation=box.id, start="cold", snapshot=None, reason=why)
-        with attempt.stages.timed("start engine"):
-            instance, cold_start_s = await ignite(box, attempt.engine, placement.indices if placement else ())
-        if policy.create == "auto" and host.criu is not None and match.manifest is None:
-            try:
+    box = await fresh_box(host, attempt.stages)
+    placement = await _placed(attempt, box, None)
+    await attempt.advance(event, incarnation=box.id, start="cold", snapshot=None, reason=why)
+    with attempt.stages.timed("start engine"):
+        instance, cold_start_s = await ignite(box, attempt.engine, placement.indices if placement else ())
+    if policy.create == "auto" and host.criu is not None and match.manifest is None:
+        try:
+            async with unwinding(host, attempt.journal):
                 manifest = await capture(host, instance, match.profile, cold_start_s, attempt.stages)
-                log.info("snapshot %s of %s was made", manifest.id, attempt.record.model)
-            except EngineDied:
-                raise
-            except RestorerError as error:
-                # The engine serves all the same; the next start is cold too, and says why.
-                log.warning("no snapshot of %s: %s", attempt.record.model, error)
-                attempt.record = attempt.record.model_copy(update={"reason": f"{why}; no snapshot was made: {error}"})
-        await attempt.advance(Event.UP)
-        with attempt.stages.timed("warm up"):
-            async with connect(instance) as client:
-                await attempt.engine.warm(client)
-        return instance
-    except BaseException:
-        await asyncio.shield(host.discard(box))
-        raise
+            log.info("snapshot %s of %s was made", manifest.id, attempt.record.model)
+        except EngineDied:
+            raise
+        except RestorerError as error:
+            # The engine serves all the same; the next start is cold too, and says why.
+            log.warning("no snapshot of %s: %s", attempt.record.model, error)
+            attempt.record = attempt.record.model_copy(update={"reason": f"{why}; no snapshot was made: {error}"})
+    await attempt.advance(Event.UP)
+    with attempt.stages.timed("warm up"):
+        async with connect(instance) as client:
+            await attempt.engine.warm(client)
+    return instance
 
 
 async def _admit(attempt: Attempt, instance: Instance, replicas: Replicas) -> None:
     """Open traffic: one write makes the record ADMITTED and the job settled."""
+    detail = await _interrupted(attempt.host, attempt.claim)
+    number = attempt.journal.step("admit")
+    begun = time.perf_counter()
     admitted = attempt.moved(Event.ADMIT, address=instance.box.address)
-    try:
-        # First on this host's disk, so that a restorer that dies here finds an engine that it may or may not adopt.
-        instance.box.remember(record=admitted.model_dump(mode="json"), inner_pid=instance.inner_pid)
-        await attempt.host.jobs.settle(attempt.claim, Outcome(OperationState.SUCCEEDED), admitted)
-    except BaseException:
-        await asyncio.shield(attempt.host.discard(instance.box))
-        raise
+    # First on this host's disk, so that a restorer that dies here finds an engine that it may or may not adopt.
+    instance.box.remember(record=admitted.model_dump(mode="json"), inner_pid=instance.inner_pid)
+    await attempt.host.jobs.settle(attempt.claim, Outcome(OperationState.SUCCEEDED, detail), admitted)
     replicas.adopt(instance, admitted)
+    attempt.journal.done(number, time.perf_counter() - begun)
 
 
 async def _give_up(attempt: Attempt, error: RestorerError) -> None:
@@ -307,8 +337,7 @@ async def _give_up(attempt: Attempt, error: RestorerError) -> None:
             claim, Outcome(OperationState.CANCELLED, str(error)), attempt.moved(Event.CANCEL, reason=str(error))
         )
         return
-    passing = isinstance(error, ToolFailed | ToolHung | EngineDied | EngineNotReady) or error.kind == "environment"
-    if passing and claim.attempts < host.config.restorer.max_attempts:
+    if error.verdict.cls in _PASSING and claim.attempts < host.config.restorer.max_attempts:
         log.warning("start of %s failed, to be tried again: %s", claim.job.replica, error)
         await attempt.advance(Event.LEASE_LOST, incarnation="", start=None, reason=str(error))
         await host.jobs.release(claim, _RETRY_S * claim.attempts)
@@ -320,7 +349,7 @@ async def _give_up(attempt: Attempt, error: RestorerError) -> None:
         Outcome(
             OperationState.FAILED,
             str(error),
-            EXIT_HOST if isinstance(error, HostIncompatible) else EXIT_FAILED,
+            EXIT_HOST if error.verdict.cls == "host" else EXIT_FAILED,
             failure=Failure(code="restore_failed", detail=error.brief, operation=claim.job.operation),
             failure_s=host.config.restorer.failure_backoff_s,
         ),
@@ -336,33 +365,34 @@ async def make_snapshot(host: Host, claim: Claim) -> None:
     """
     assert claim.job.kind is JobKind.SNAPSHOT
     name = claim.job.model
-    try:
-        _bounded(claim, host.config.restorer.max_attempts)
-        if host.criu is None:
-            raise SnapshotError(f"no snapshot can be made on this host: {host.capability}")
-        match = await asyncio.to_thread(host.match, name)
-        manifest = await _captured(host, adapter(name, host.model(name)), match)
-        log.info("snapshot %s of %s was made", manifest.id, name)
-        outcome = Outcome(OperationState.SUCCEEDED, snapshot=manifest.id)
-    except (LeaseLost, StoreUnavailable):
-        raise
-    except RestorerError as error:
-        log.error("no snapshot of %s: %s", name, error)
-        outcome = Outcome(OperationState.FAILED, str(error), EXIT_FAILED)
-    await host.jobs.settle(claim, outcome)
+    async with _journaled(host, claim) as (journal, ending):
+        try:
+            await _bounded(host, claim)
+            if host.criu is None:
+                raise SnapshotError(f"no snapshot can be made on this host: {host.capability}")
+            stages = Stages(journal)
+            async with unwinding(host, journal):
+                with stages.timed("match"):
+                    match = await asyncio.to_thread(host.match, name)
+                manifest = await _captured(host, adapter(name, host.model(name)), match, stages)
+            log.info("snapshot %s of %s was made", manifest.id, name)
+            # The donor has done its work.
+            await asyncio.shield(undo.unwind(host, journal))
+            ending.put("succeeded", f"snapshot {manifest.id}")
+            outcome = Outcome(OperationState.SUCCEEDED, await _interrupted(host, claim), snapshot=manifest.id)
+        except (LeaseLost, StoreUnavailable):
+            raise
+        except RestorerError as error:
+            log.error("no snapshot of %s: %s", name, error)
+            ending.put("failed", str(error), error.verdict)
+            outcome = Outcome(OperationState.FAILED, str(error), EXIT_FAILED)
+        await host.jobs.settle(claim, outcome)
 
 
-async def _captured(host: Host, engine: HttpEngine, match: Match) -> Manifest:
+async def _captured(host: Host, engine: HttpEngine, match: Match, stages: Stages) -> Manifest:
     """A snapshot of a donor that is started for it, and ends with it."""
-    gpu = engine.model.engine.gpu
-    box = await host.boxes.take()
-    try:
-        visible: tuple[int, ...] = ()
-        if gpu.count:
-            placement = await host.gpus.lease(box.id, gpu.count, need_bytes=0, wait_s=gpu.wait_s)
-            box.remember(gpus=list(placement.uuids))
-            visible = placement.indices
-        donor, cold_start_s = await ignite(box, engine, visible)
-        return await capture(host, donor, match.profile, cold_start_s, Stages(), keep=False)
-    finally:
-        await asyncio.shield(host.discard(box))
+    box = await fresh_box(host, stages)
+    placement = await _leased(host, box, engine, stages)
+    with stages.timed("start engine"):
+        donor, cold_start_s = await ignite(box, engine, placement.indices if placement else ())
+    return await capture(host, donor, match.profile, cold_start_s, stages, keep=False)

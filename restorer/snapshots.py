@@ -51,8 +51,8 @@ _DIG_FROM = 1 << 20
 class Staging:
     """A snapshot being made. As a context manager it removes itself at the end, unless it was committed."""
 
-    def __init__(self, root: Path) -> None:
-        self.path = root / f".staging-{secrets.token_hex(6)}"
+    def __init__(self, root: Path, name: str = "") -> None:
+        self.path = root / (name or self.fresh_name())
         self.images = self.path / "images"
         self.scratch = self.path / "scratch"
         self.committed = False
@@ -67,6 +67,11 @@ class Staging:
         except BaseException:
             self.close()
             raise
+
+    @staticmethod
+    def fresh_name() -> str:
+        """A name for :meth:`SnapshotStore.stage`, so that it can be noted before the folder is there."""
+        return f".staging-{secrets.token_hex(6)}"
 
     def __enter__(self) -> Staging:
         return self
@@ -100,9 +105,9 @@ class SnapshotStore:
         for folder in (root, self._verdicts):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
-    def stage(self) -> Staging:
-        """A new, empty staging folder on the store's file system."""
-        return Staging(self.root)
+    def stage(self, name: str = "") -> Staging:
+        """A new, empty staging folder on the store's file system, with a name from :meth:`Staging.fresh_name`."""
+        return Staging(self.root, name)
 
     def commit(self, staging: Staging, draft: Manifest) -> Manifest:
         """Make what is staged a snapshot: dig holes, make it read-only, durable, hash it, name it; the manifest last.

@@ -10,7 +10,7 @@ import contextlib
 import time
 
 from policies.wire import HostReport, JobKind, OperationState
-from restorer import pipeline
+from restorer import pipeline, undo
 from restorer.errors import Cancelled, RestorerError
 from restorer.host import Host, log
 from restorer.integrity import MANIFEST
@@ -62,7 +62,8 @@ class Worker:
         while True:
             try:
                 await self._host.jobs.check_schema()
-                await self._replicas.reconcile()
+                for trail in await self._replicas.reconcile():
+                    await pipeline.report(self._host, trail)
                 await self._host.jobs.recover()
                 if not len(self._replicas):
                     await self._host.jobs.begin_anew()
@@ -72,7 +73,7 @@ class Worker:
                 await asyncio.sleep(_RECONNECT_S)
         for name in await asyncio.to_thread(self._sweep):
             log.warning("%s was removed: no snapshot is made of it, or needs it", name)
-        await self._host.boxes.fill()
+        await self._make_ready()
 
     def _sweep(self) -> list[str]:
         """Remove what was left half-made, and weights that no snapshot names any more."""
@@ -137,7 +138,12 @@ class Worker:
             work.cancel()
             results = await asyncio.gather(work, lease, return_exceptions=True)
             self._note(claim, results[0])
+        await self._make_ready()
+
+    async def _make_ready(self) -> None:
+        """What the next starts will want, while nothing is urgent."""
         await self._host.boxes.fill()
+        await asyncio.to_thread(self._host.journals.reserve, self._host.config.restorer.parallel_starts)
 
     def _note(self, claim: Claim, result: BaseException | None) -> None:
         if isinstance(result, RestorerError):
@@ -190,6 +196,7 @@ class Worker:
                 if tick % _SUMMARY_EVERY == 0:
                     summaries = await asyncio.to_thread(self._host.summaries)
                     await self._replicas.repeat_records()
+                    await undo.reconcile(self._host, self._replicas.kept())
                     if forgotten != (snapshots := {summary.id for summary in summaries}):
                         await self._forget_stages(snapshots)
                         forgotten = snapshots

@@ -30,7 +30,7 @@ def document(*models: str, **more: Any) -> dict[str, Any]:
 def a_host(config: Config) -> Host:
     """A host of which only the configuration matters."""
     nothing = cast(Any, None)
-    return Host(config, "h", *[nothing] * 8, None, "")
+    return Host(config, "h", *[nothing] * 9, None, "")
 
 
 def told(number: int, *models: str, **more: Any) -> Told:
