@@ -49,7 +49,7 @@ class Journal:
         self._fd, self._at, self._hook = fd, at, hook
         self._steps = {step.n: step for step in trail.steps}
         self._dirty = False
-        self._syncing: asyncio.Future[None] | None = None
+        self._syncing: asyncio.Task[None] | None = None
         if not at:
             self._write(begun(trail))
 
@@ -92,10 +92,8 @@ class Journal:
 
     async def durable(self) -> None:
         """Wait until all that was written is on the disk."""
-        while self._dirty or self._syncing is not None:
-            self._sync_soon()
-            if self._syncing is not None:
-                await asyncio.shield(self._syncing)
+        while self._syncing is not None and not self._syncing.done():
+            await asyncio.shield(self._syncing)
 
     async def close(self, outcome: Outcome | None, detail: str = "", verdict: Verdict | None = None) -> Trail:
         """End it. None: something is still to be undone, and stays on record for :meth:`Journals.abandoned`."""
@@ -127,20 +125,17 @@ class Journal:
             os.pwrite(self._fd, data, self._at)
         self._at += len(data)
         self._dirty = True
-        self._sync_soon()
+        if self._syncing is None or self._syncing.done():
+            self._syncing = asyncio.create_task(self._sync())
 
-    def _sync_soon(self) -> None:
-        if self._syncing is None and self._dirty:
+    async def _sync(self) -> None:
+        """One at a time; what is written meanwhile goes with the next."""
+        while self._dirty:
             self._dirty = False
-            self._syncing = asyncio.get_running_loop().run_in_executor(None, os.fdatasync, self._fd)
-            self._syncing.add_done_callback(self._synced)
-
-    def _synced(self, done: asyncio.Future[None]) -> None:
-        self._syncing = None
-        if (error := done.exception()) is not None:
-            log.error("%s: it may not survive a loss of power: %s", self.path, error)
-        elif self._dirty:
-            self._sync_soon()
+            try:
+                await asyncio.to_thread(os.fdatasync, self._fd)
+            except OSError as error:
+                log.error("%s: it may not survive a loss of power: %s", self.path, error)
 
 
 class Journals:

@@ -239,7 +239,9 @@ async def test_syncing_goes_on_in_the_background_until_all_is_on_the_disk(tmp_pa
     journal = Journals(tmp_path).begin(**WHAT)
     for number in range(20):
         journal.step(str(number))
-    await eventually(lambda: not journal._dirty and journal._syncing is None, what="all to be on the disk")
+    await eventually(
+        lambda: not journal._dirty and journal._syncing is not None and journal._syncing.done(), what="all to be on the disk"
+    )
     await journal.close("succeeded")
 
 
