@@ -17,7 +17,7 @@ export REWAKE_MODEL := $(abspath $(GGUF))
 export REWAKE_CLIENTS := $(abspath $(CLIENTS))
 
 .DEFAULT_GOAL := help
-.PHONY: help install system criu llama-server clients vllm model hf-model demo bench-gpu test bench-held bench-gateway peers check clean
+.PHONY: help install system criu llama-server clients vllm model hf-model demo bench-gpu test bench-held bench-gateway peers reference docs check clean
 
 help:  ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -76,6 +76,13 @@ peers: | system
 
 bench-gateway: install peers  ## The data path beside nginx and other routers.
 	$(BIN)/python deploy/bench/data_path.py $(BENCH_ARGS)
+
+reference: install  ## Write docs/reference out of the code.
+	@$(BIN)/python -m deploy.site.reference
+
+docs: reference  ## The documentation as a site, in build/site.
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	$(BIN)/mkdocs build --strict --quiet
 
 check: install  ## Lint, format, types, layering.
 	$(BIN)/ruff check .

@@ -15,7 +15,10 @@ from policies.eta import retry_after_s as whole_seconds
 
 
 class GatewayError(Exception):
-    """Base of the tree. The message is for the person behind the client."""
+    """500: a bug; the gateway's log has it under the request's id.
+
+    Base of the tree. The message is for the person behind the client.
+    """
 
     status: ClassVar[int] = 500
     type: ClassVar[str] = "server_error"
@@ -40,6 +43,19 @@ class InvalidRequest(GatewayError):
         self.code = code
 
 
+FAULTS: Mapping[str, str] = {
+    "invalid_json": "the body is no JSON object, or gives a field more than once",
+    "missing_model": "no model is named",
+    "invalid_deadline": "`x-rewake-deadline-s` is no positive number of seconds",
+    "invalid_http": "what arrived is not HTTP/1.1, or not framed properly",
+    "invalid_request": "the request contradicts itself, or a body of the admin API does not fit",
+    "invalid_multipart": "the body is no proper form",
+    "invalid_encoding": "the body is no whole, valid gzip",
+    "invalid_config": "reload: the configuration file has faults, all of which are named; the old one stays in force",
+}
+"""Codes of :class:`InvalidRequest`, and what each means."""
+
+
 class MissingModel(InvalidRequest):
     """400: no usable ``model`` in the body."""
 
@@ -47,7 +63,7 @@ class MissingModel(InvalidRequest):
 
 
 class Unauthorized(GatewayError):
-    """401: the API key, or the admin token, is absent or wrong."""
+    """401: no API key or an unknown one; the admin API without its token."""
 
     status, type, code, should_retry = 401, "authentication_error", "invalid_api_key", False
 
@@ -83,25 +99,25 @@ class SlowRequest(GatewayError):
 
 
 class Busy(GatewayError):
-    """409: the model is in use and the caller asked for an idle one."""
+    """409: scale-down with ``if_idle`` of a model in use; a group that is full; a worker that cannot be replaced."""
 
     status, type, code, should_retry = 409, "invalid_request_error", "busy", False
 
 
 class RequestTooLarge(GatewayError):
-    """413: the body is over ``gateway.max_body_bytes``."""
+    """413: the body is over ``gateway.max_body_bytes``, or unpacks to more, or to more than 100 times its size."""
 
     status, type, code, should_retry = 413, "invalid_request_error", "request_too_large", False
 
 
 class UnsupportedEncoding(GatewayError):
-    """415: the body is compressed."""
+    """415: the body is compressed otherwise than with gzip."""
 
     status, type, code, should_retry = 415, "invalid_request_error", "unsupported_encoding", False
 
 
 class UnsupportedMediaType(GatewayError):
-    """415: the body is of a type that this path does not take."""
+    """415: a form, or another type, where this path takes JSON alone."""
 
     status, type, code, should_retry = 415, "invalid_request_error", "unsupported_media_type", False
 
@@ -119,19 +135,19 @@ class UpgradeRequired(GatewayError):
 
 
 class HeadersTooLarge(GatewayError):
-    """431: more header bytes, or more headers, than the gateway reads."""
+    """431: the target or a header is over 32 KiB, or there are too many headers."""
 
     status, type, code, should_retry = 431, "invalid_request_error", "headers_too_large", False
 
 
 class RateLimited(GatewayError):
-    """429: the tenant has used up what it may use for now; ``retry_after_s`` says when there is more."""
+    """429: the tenant's requests, tokens, places or concurrency are used up; ``Retry-After`` says when there is more."""
 
     status, type, code = 429, "rate_limit_error", "rate_limit_exceeded"
 
 
 class CapacityExceeded(GatewayError):
-    """429: replicas run, but none had a free slot before the deadline."""
+    """429: replicas run, and no slot became free before the deadline. ``Retry-After: 1``."""
 
     status, type, code = 429, "rate_limit_error", "capacity_exceeded"
 
@@ -143,31 +159,31 @@ class Unavailable(GatewayError):
 
 
 class ModelLoading(Unavailable):
-    """The model is cold and does not hold requests."""
+    """503: nothing runs, and the model does not hold requests. With ``Retry-After``."""
 
     code = "model_loading"
 
 
 class QueueFull(Unavailable):
-    """The waiting room has no place left."""
+    """503: the waiting room has no place left. With ``Retry-After``."""
 
     code = "queue_full"
 
 
 class QueueBytesFull(Unavailable):
-    """The waiting room has no room left for this body."""
+    """503: the waiting room has no room left for this body. With ``Retry-After``."""
 
     code = "queue_bytes_full"
 
 
 class ColdStartTimeout(Unavailable):
-    """Held until the deadline, and still no replica."""
+    """503: held until its deadline, and still no replica. With ``Retry-After``."""
 
     code = "cold_start_timeout"
 
 
 class ShuttingDown(Unavailable):
-    """This gateway process is draining; another one may serve."""
+    """503: this gateway process is stopping; another one may serve. ``Retry-After: 1``."""
 
     code = "shutting_down"
 
@@ -193,37 +209,37 @@ def unfinished() -> ShuttingDown:
 
 
 class StoreUnavailable(Unavailable):
-    """The store does not answer; what needs it cannot be done now."""
+    """503: admin API and ``/ready`` only: the store does not answer; serving goes on. ``Retry-After: 1``."""
 
     code = "store_unavailable"
 
 
 class SpoolFailed(Unavailable):
-    """The disk that large request bodies are kept on is full or broken."""
+    """503: the disk that large request bodies are kept on is full or broken. ``Retry-After: 5``."""
 
     code = "spool_failed"
 
 
 class NotRunning(GatewayError):
-    """503: what is asked for lives in a running engine, and asking does not start one."""
+    """503: a path that starts nothing, and no replica runs."""
 
     status, code, should_retry = 503, "model_not_running", False
 
 
 class RestoreFailed(GatewayError):
-    """503 without a promise: no replica can come, and coming back will not change it."""
+    """503: no replica can come for now, and coming back will not change it; the message says why."""
 
     status, code, should_retry = 503, "restore_failed", False
 
 
 class UpstreamError(GatewayError):
-    """502: the replica's connection failed after the request was sent."""
+    """502: the replica's connection failed after the request was sent, or its answer broke off."""
 
     status, code = 502, "upstream_error"
 
 
 class UpstreamTimeout(GatewayError):
-    """504: no first byte in time; not to be repeated, for the replica may still be working on it."""
+    """504: the replica was silent for too long; not to be repeated, for it may still be working on it."""
 
     status, code, should_retry = 504, "upstream_timeout", False
 

@@ -56,12 +56,16 @@ class Engine(Section):
 
     kind: Literal["llama-server", "vllm", "sglang", "http"]
     """Which adapter speaks to it; ``http`` is any server with an OpenAI-compatible ``/v1/completions``."""
+    backend: Literal["criu", "cold"] = "criu"
+    """How its replicas are had: ``criu`` restores them from snapshots; ``cold`` starts each by its command."""
     command: Annotated[tuple[str, ...], Field(min_length=1)]
     """argv; the first element is an absolute path. The engine must listen on 0.0.0.0 at :attr:`port`."""
     env: Mapping[str, str] = {}
-    """Its whole environment besides PATH, HOME and LANG: nothing is inherited from the restorer."""
+    """Its whole environment besides PATH, LANG, HOME and TMPDIR: nothing is inherited from the restorer."""
     port: Annotated[int, Field(ge=1, le=65535)] = 8000
+    """Where it listens, in its own network namespace."""
     health_path: Annotated[str, Field(pattern="^/")] = "/health"
+    """200 there means that it has started."""
     ready_timeout_s: PositiveSeconds = 1800.0
     """A cold start that takes longer has failed."""
     gpu: Gpu = Gpu()
@@ -82,9 +86,11 @@ class Canary(Section):
         "Rewake restores a warmed inference engine from a snapshot. Before it may answer anyone, it must repeat what the "
         "donor said, token for token. List the numbers from one to twenty in words: one, two, three,",
     )
+    """The fixed requests."""
     max_tokens: Count = 16
     """Tokens generated for each prompt, greedily."""
     timeout_s: PositiveSeconds = 120.0
+    """How long each of them may take."""
 
 
 class SnapshotPolicy(Section):
@@ -101,6 +107,7 @@ class Model(Section):
 
     engine: Engine
     aliases: tuple[str, ...] = ()
+    """Other names for it. Without :attr:`served_name` the engine gets a request's name unchanged, so it must know them."""
     served_name: str | None = None
     """What the engine knows it by: put into each request in place of the client's name for it. None: that one stays."""
     weights: tuple[str, ...] = ()
@@ -110,6 +117,7 @@ class Model(Section):
     on_restore_failure: Literal["cold", "reject"] = "cold"
     """After a failed restore: start the engine cold (and say so), or answer 503 ``restore_failed``."""
     on_no_snapshot: Literal["cold", "reject"] = "cold"
+    """The same, where no snapshot fits."""
     hold: Hold = Hold()
     defaults: Mapping[str, JsonValue] = {}
     """Parameters put into a request's body where the client left them out (or where :attr:`strip` took them out)."""
@@ -120,6 +128,7 @@ class Model(Section):
     concurrency: Count = 8
     """Requests in flight on one replica, over all gateways."""
     max_replicas: Count = 1
+    """The most that run at once."""
     keep: Annotated[int, Field(ge=0)] = 0
     """Replicas kept running however idle."""
     schedule: tuple[Window, ...] = ()
@@ -165,6 +174,7 @@ class Tls(Section):
     certificate: Annotated[str, Field(pattern="^/")]
     """The chain, the server's own certificate first."""
     key: Annotated[str, Field(pattern="^/")]
+    """Its private key; under ``rewake up`` it is read as root, so it may be root's alone."""
 
 
 class Cors(Section):
@@ -173,29 +183,34 @@ class Cors(Section):
     origins: tuple[str, ...] = ()
     """Exact origins, or ``*`` for any. None: no headers are added."""
     max_age_s: Count = 600
+    """How long browsers may remember it."""
 
 
 class Gateway(Section):
     """The HTTP front."""
 
     host: str = "127.0.0.1"
+    """The address it listens at: loopback unless told otherwise. Before you open it, give it a certificate and tenants."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8080
+    """The port of that address."""
     workers: Annotated[int, Field(ge=1, le=64)] = 1
+    """Processes that share the port, so that more than one core serves."""
     user: str = "nobody"
     """The account the gateway runs as when started by root."""
     max_body_bytes: Bytes = 64 << 20
+    """The largest body of a request; beyond it is 413."""
     spool_bytes: Bytes = 8 << 20
-    """A body larger than this is kept in a temporary file instead of memory."""
+    """A body larger than this is kept in a temporary file, in the folder that ``TMPDIR`` names, until it has been sent."""
     tls: Tls | None = None
     trusted_proxies: tuple[Network, ...] = ()
-    """Networks whose X-Forwarded-For and X-Forwarded-Proto are believed."""
+    """Networks whose X-Forwarded-For, -Proto and -Host are believed."""
     cors: Cors = Cors()
     access_log: bool = True
     """One JSON line for each request, probes and scrapes aside, on standard output; never a prompt or a key."""
     hold: Bounds = Bounds(max_requests=10_000, max_bytes=512 << 20)
-    """Bounds over all models together."""
+    """Bounds over all models together, in each worker."""
     drain_s: Seconds = 30.0
-    """How long open responses may finish after SIGTERM."""
+    """How long open responses may finish, and held requests may still be served, after SIGTERM, Ctrl-C or ``rewake restart``."""
 
 
 class Restorer(Section):
@@ -233,7 +248,7 @@ class Store(Section):
     url: str | None = None
     """``redis://``, ``rediss://`` or ``unix://`` of a Redis; empty: ``rewake up`` runs an embedded one."""
     namespace: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")] = "rewake"
-    """Prefix of every key, so that one Redis can serve several installations."""
+    """Prefix of every key, so that one Redis can serve several installations: one for each host."""
 
 
 class Config(Section):
@@ -246,6 +261,7 @@ class Config(Section):
     tenants: Mapping[str, Tenant] = {}
     """Who may ask. None: there are no API keys and everybody is one tenant."""
     groups: Mapping[str, Group] = {}
+    """Models that exclude each other: each names its group."""
     state_dir: Annotated[str, Field(pattern="^/")] = "/var/lib/rewake"
     """Snapshots, engine logs and verification stamps; on a disk with room for them."""
     run_dir: Annotated[str, Field(pattern="^/")] = "/run/rewake"

@@ -34,6 +34,7 @@ class UserAgent(Section):
     pattern: str
     """Regular expression, searched for in the ``User-Agent``."""
     keepalive: KeepAlive
+    """What such a client is sent while it waits."""
 
     @field_validator("pattern")
     @classmethod
@@ -49,21 +50,25 @@ class Bounds(Section):
     """Bounds of a waiting room."""
 
     max_requests: Count = 1000
+    """Requests that wait at once."""
     max_bytes: Bytes = 256 << 20
+    """Bytes of their bodies."""
 
 
 class Hold(Bounds):
-    """How one model's requests are held."""
+    """How one model's requests are held; the bounds are those of each worker."""
 
     max_wait_s: PositiveSeconds = 600.0
     """The longest a request is held; a client's own deadline may be shorter, never longer."""
     silent_s: PositiveSeconds = 20.0
     """How long nothing is sent. Below the 30 to 60 s after which load balancers cut silent connections."""
     keepalive: KeepAlive = "comment"
+    """Then, if it asked for a stream: SSE comments with its position and expected wait; empty chunks of the API's own kind, for
+    clients that choke on comments; or nothing at all, until it is served or refused."""
     keepalive_s: PositiveSeconds = 12.0
     """The longest pause between two signs of life in the committed phase."""
     user_agents: tuple[UserAgent, ...] = Field(default=())
-    """The first whose pattern is found decides; none: :attr:`keepalive`."""
+    """Exceptions by client: the first whose pattern is found decides; none: :attr:`keepalive`."""
 
     def pause_s(self, draw: float) -> float:
         """Until the next sign of life; ``draw`` from 0 to 1 spreads the signs of those who came together."""

@@ -12,8 +12,10 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model_serializer
 
-FORMAT = 1
-"""Manifest format; a reader refuses a format it does not know."""
+FORMAT = 2
+"""Manifest format that is written."""
+FORMATS = frozenset({1, 2})
+"""Those that are read; any other is refused. Format 1 has no list of chunks: such a snapshot can be restored, but not copied."""
 
 
 class _Record(BaseModel):
@@ -105,6 +107,15 @@ class SnapshotObject(_Record):
     mode: int = 0o400
 
 
+class ChunkIndex(_Record):
+    """The list of the objects' chunks, which lies beside the manifest: it would be most of it."""
+
+    sha256: str
+    bytes: int
+    count: int
+    """Chunks of all objects together."""
+
+
 class MappedFile(_Record):
     """A file outside the snapshot that the engine had mapped or open: it must be there again, unchanged."""
 
@@ -172,7 +183,7 @@ class GpuState(_Record):
 class Manifest(_Record):
     """The commit marker of a snapshot: it exists only if every object it names is whole and durable."""
 
-    format: Literal[1] = 1
+    format: Literal[1, 2] = 2
     created_ms: int
     profile: Profile
     host: HostFacts
@@ -195,8 +206,10 @@ class Manifest(_Record):
     """Bytes handed to the file system while it was made."""
     gpu: GpuState | None = None
     """None: the engine used no GPU."""
+    chunks: ChunkIndex | None = None
+    """None: made as format 1, before there were lists of chunks."""
 
-    OPTIONAL = frozenset({"gpu"})
+    OPTIONAL = frozenset({"gpu", "chunks"})
 
     @property
     def id(self) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from policies.config import Config
 
@@ -40,6 +40,13 @@ class Changes:
     """In force for replicas that start from now on; one that runs keeps what it was started with."""
     restart: tuple[str, ...] = ()
     """Not in force: only a new start of all processes takes them up."""
+
+
+def when(name: str) -> Literal["at once", "next start", "restart"]:
+    """When a change of the setting at a path is in force; ``gateway.tls`` counts as changed when it is switched on or off."""
+    if any(_within(name, ".".join(path)) for path in _RESTART):
+        return "restart"
+    return "next start" if _NEXT_START.fullmatch(name) else "at once"
 
 
 def merge(before: Config, after: Config) -> tuple[Config, Changes]:

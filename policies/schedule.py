@@ -32,9 +32,13 @@ class Window(Section):
     """A part of the week. ``end`` before ``start``: it lasts past midnight and belongs to the day it starts on."""
 
     days: Annotated[tuple[Day, ...], Field(min_length=1)] = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
+    """The days on which it starts."""
     start: TimeOfDay
+    """``HH:MM`` by the clock of the gateway's host, summer time included."""
     end: TimeOfDay
+    """``HH:MM``, up to ``24:00``."""
     replicas: Count = 1
+    """How many are kept warm meanwhile."""
 
     @model_validator(mode="after")
     def _lasts(self) -> Window:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from policies.journal import Undo
 from policies.manifest import Exchange, GpuState, Manifest, MappedFile, Profile
-from restorer import canary, gpustate, inventory, pages, proof, undo
+from restorer import canary, gpustate, inventory, pages, proof
 from restorer.box import Box
 from restorer.criu import GHOST_LIMIT
 from restorer.errors import CanaryDiffers, EngineDied, SnapshotError
@@ -65,8 +65,7 @@ class _Draft:
 
 
 async def _dumped(host: Host, donor: Instance, known: _Draft, stages: Stages) -> Manifest:
-    assert host.criu is not None
-    criu, box = host.criu, donor.box
+    backend, box = host.backend(donor.engine.name), donor.box
     private = ("/dev/shm", str(box.mountpoint))
     with stages.timed("inspect"):
         pids, files = await _inspect(host, donor, private)
@@ -77,7 +76,7 @@ async def _dumped(host: Host, donor: Instance, known: _Draft, stages: Stages) ->
     with staging:
         try:
             with stages.timed("dump", Undo(what="thaw", name=box.id)) as stage:
-                await criu.dump(box, donor.inner_pid, staging.images, donor.engine.dump_options)
+                await backend.dump(box, donor.inner_pid, staging.images, donor.engine)
                 stage.bytes = await asyncio.to_thread(_size, staging.path)
             with stages.timed("copy scratch") as stage:
                 stage.bytes = 0
@@ -94,7 +93,7 @@ async def _dumped(host: Host, donor: Instance, known: _Draft, stages: Stages) ->
                 manifest = await asyncio.to_thread(host.snapshots.commit, staging, draft)
                 stage.bytes = manifest.bytes
         finally:
-            await asyncio.shield(undo.thaw(host, box.id))
+            await asyncio.shield(backend.thaw(box))
     return manifest
 
 

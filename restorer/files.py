@@ -10,7 +10,7 @@ import secrets
 import shutil
 import stat
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from restorer.errors import Environment, ToolFailed, ToolHung
@@ -96,25 +96,44 @@ def hash_file(path: Path) -> str:
         os.close(fd)
 
 
-def hash_fd(fd: int) -> str:
-    """:func:`hash_file` of an open file; moves its position."""
+def hash_fd(fd: int, tap: Callable[[int, memoryview], None] | None = None) -> str:
+    """:func:`hash_file` of an open file; moves its position.
+
+    Args:
+        tap: told the offset and content of all data, in order, in whole pages of 4 KiB but for the last; holes are left out.
+    """
     facts = os.fstat(fd)
     if not stat.S_ISREG(facts.st_mode):
         raise OSError(errno.EINVAL, "not a regular file")
     digest, at = hashlib.sha256(), 0
     buffer = memoryview(bytearray(min(_CHUNK, max(facts.st_size, 1))))
-    for start, end in data_extents(fd, facts.st_size):
+    for start, end in _whole_pages(data_extents(fd, facts.st_size), facts.st_size):
         _zeros(digest, start - at)
         at = start
-        os.lseek(fd, start, os.SEEK_SET)
         while at < end:
-            count = os.readv(fd, [buffer[: end - at]])
-            if count == 0:
-                raise OSError(errno.EIO, f"shrank from {facts.st_size} to {at} bytes while it was read")
-            digest.update(buffer[:count])
-            at += count
+            piece = buffer[: end - at]
+            filled = 0
+            while filled < len(piece):
+                count = os.preadv(fd, [piece[filled:]], at + filled)
+                if count == 0:
+                    raise OSError(errno.EIO, f"shrank from {facts.st_size} to {at + filled} bytes while it was read")
+                filled += count
+            digest.update(piece)
+            if tap is not None:
+                tap(at, piece)
+            at = at + len(piece)
     _zeros(digest, facts.st_size - at)
     return digest.hexdigest()
+
+
+def _whole_pages(extents: Iterator[tuple[int, int]], size: int) -> Iterator[tuple[int, int]]:
+    """Extents widened to pages, where a file system's blocks are smaller; those that then touch may come apart."""
+    done = 0
+    for start, end in extents:
+        first, last = max(start & -4096, done), min(-(-end // 4096) * 4096, size)
+        if first < last:
+            yield first, last
+            done = last
 
 
 def data_extents(fd: int, size: int) -> Iterator[tuple[int, int]]:

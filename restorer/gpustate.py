@@ -100,12 +100,12 @@ async def revive(
         ToolFailed, ToolHung, EngineDied, EngineNotReady, Environment: it failed; the box must be killed.
         SnapshotError: the scratch is unusable, or the weights are not what they were.
     """
-    assert host.criu is not None
+    backend = host.backend(engine.name)
     if manifest.gpu is None or placement is None:
-        return await resurrect(host.criu, box, engine, manifest, folder, stages)
+        return await resurrect(backend, box, engine, manifest, folder, stages)
     state = manifest.gpu
     async with _delivery(host, box, state, placement) as delivery:
-        instance = await resurrect(host.criu, box, engine, manifest, folder, stages)
+        instance = await resurrect(backend, box, engine, manifest, folder, stages)
         await _awaken(host, instance, state, placement, delivery, stages)
     return instance
 

@@ -10,6 +10,7 @@ import re
 import shutil
 import socket
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,7 +18,8 @@ from policies import compat
 from policies.config import Config, Model
 from policies.manifest import HostFacts, Manifest, Profile
 from policies.wire import SnapshotSummary
-from restorer import cuda, hostfacts, inventory, profile
+from restorer import backends, cuda, hostfacts, inventory, profile
+from restorer.backend import Backend
 from restorer.box import Box, BoxFactory
 from restorer.criu import Criu
 from restorer.cuda import Cuda
@@ -90,6 +92,8 @@ class Host:
     """None: CRIU does not work here, so every start is a cold one."""
     capability: str
     """How CRIU was found, or what is missing."""
+    backends: Mapping[str, Backend] = field(default_factory=dict)
+    """By their names."""
     news: News = field(default_factory=News)
     _gone: dict[str, Model] = field(default_factory=dict)
     """The last settings of models that the configuration has no more: their replicas still have to end."""
@@ -98,6 +102,10 @@ class Host:
         """Settings of a model that the configuration has, or had while this process ran."""
         found = self.config.models.get(name)
         return self._gone[name] if found is None else found
+
+    def backend(self, name: str) -> Backend:
+        """The backend of a model."""
+        return self.backends[self.model(name).engine.backend]
 
     def adopt(self, config: Config) -> None:
         """Put another configuration in force."""
@@ -185,6 +193,7 @@ def build(config: Config, store_url: str, hook: Hook | None = None) -> Host:
     stamps = Stamps(state / "stamps.json")
     name = socket.gethostname()
     helper = Cuda(cuda.command(config.restorer.gpu_helper))
+    criu = None if binary is None else Criu(binary, config.restorer.criu_timeout_s)
     return Host(
         config=config,
         name=name,
@@ -197,8 +206,9 @@ def build(config: Config, store_url: str, hook: Hook | None = None) -> Host:
         cuda=helper,
         gpus=Gpus(helper, None),
         facts=hostfacts.probe(binary),
-        criu=None if binary is None else Criu(binary, config.restorer.criu_timeout_s),
+        criu=criu,
         capability=capability,
+        backends=backends.build(criu, capability),
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,9 +12,9 @@ from pathlib import Path
 import httpx
 
 from policies.manifest import Manifest
-from restorer import inventory, pagecache, pages, seal
+from restorer import inventory, pagecache, pages
+from restorer.backend import Backend
 from restorer.box import Box
-from restorer.criu import Criu
 from restorer.engines import HttpEngine
 from restorer.errors import EngineDied, EngineNotReady
 from restorer.processes import proceed, watch
@@ -83,7 +82,7 @@ async def connect(instance: Instance) -> AsyncIterator[httpx.AsyncClient]:
         raise _died(instance) from None
 
 
-async def ignite(box: Box, engine: HttpEngine, visible: Sequence[int] = ()) -> tuple[Instance, float]:
+async def ignite(backend: Backend, box: Box, engine: HttpEngine, visible: Sequence[int] = ()) -> tuple[Instance, float]:
     """Start an engine cold, wait until it is ready, warm it. Returns it and the seconds from exec to its first token.
 
     Args:
@@ -93,8 +92,7 @@ async def ignite(box: Box, engine: HttpEngine, visible: Sequence[int] = ()) -> t
         EngineDied: it ended by itself. EngineNotReady: it was not ready in time.
     """
     begun = time.perf_counter()
-    launcher = (sys.executable, "-I", "-S", seal.__file__)
-    inner = await box.spawn((*launcher, *engine.argv()), engine.environment(box.mountpoint, visible))
+    inner = await backend.launch(box, engine, visible)
     pid = box.host_pid(inner)
     if pid is None:
         raise EngineDied(f"the engine ended at once; its log ends: {last_words(box)}")
@@ -111,11 +109,11 @@ async def ignite(box: Box, engine: HttpEngine, visible: Sequence[int] = ()) -> t
     return instance, time.perf_counter() - begun
 
 
-async def resurrect(criu: Criu, box: Box, engine: HttpEngine, manifest: Manifest, folder: Path, stages: Stages) -> Instance:
+async def resurrect(backend: Backend, box: Box, engine: HttpEngine, manifest: Manifest, folder: Path, stages: Stages) -> Instance:
     """Restore the engine whose images and scratch are in ``folder`` into an empty box.
 
     Raises:
-        ToolFailed, ToolHung: CRIU failed. EngineDied: the tree is gone again. SnapshotError: the scratch is unusable.
+        ToolFailed, ToolHung: the tool failed. EngineDied: the tree is gone again. SnapshotError: the scratch is unusable.
     """
     targets = {"/dev/shm": box.root / "dev/shm", str(box.mountpoint): box.private}
     with stages.timed("lay scratch") as stage:
@@ -129,7 +127,7 @@ async def resurrect(criu: Criu, box: Box, engine: HttpEngine, manifest: Manifest
             files = [*images.glob("pages-*.img"), *(bulk.paths if bulk else ())]
             stage.tier = await asyncio.to_thread(pagecache.tier, files)
             stage.bytes = sum(path.stat().st_blocks * 512 for path in images.iterdir()) - (bulk.bytes if bulk else 0)
-            await criu.restore(box, images, (*manifest.criu_options, *(("--leave-stopped",) if bulk else ())))
+            await backend.restore(box, engine, images, (*manifest.criu_options, *(("--leave-stopped",) if bulk else ())))
         numbers: Mapping[int, int] = {}
         pid = box.host_pid(manifest.root_pid)
         if pid is None:

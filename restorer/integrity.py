@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from policies.manifest import Manifest, SnapshotObject
+from restorer import chunks
 from restorer.stamps import Stamps
 
 MANIFEST = "manifest.json"
+BESIDE = frozenset({MANIFEST, chunks.FILE})
+"""What may lie beside the objects."""
 FOLDERS = ("images", "scratch")
 """The parts of a snapshot that hold its objects."""
 
@@ -63,10 +66,17 @@ def _why(error: OSError) -> str:
     return error.strerror or str(error)
 
 
+def named(manifest: Manifest) -> list[SnapshotObject]:
+    """Every file that a manifest names: the objects, and the list of their chunks."""
+    said = manifest.chunks
+    beside = () if said is None else (SnapshotObject(path=chunks.FILE, bytes=said.bytes, sha256=said.sha256),)
+    return [*manifest.objects, *beside]
+
+
 def shape(folder: Path, item: SnapshotObject) -> Fault | None:
-    """What can be said of an object without reading it."""
+    """What can be said of a file of a snapshot without reading it."""
     parts = item.path.split("/")
-    if parts[0] not in FOLDERS or "\0" in item.path or any(part in ("", ".", "..") for part in parts):
+    if parts[0] not in (*FOLDERS, chunks.FILE) or "\0" in item.path or any(part in ("", ".", "..") for part in parts):
         return Fault(item.path, "a path inside the snapshot", "one that leads out of it")
     try:
         facts = (folder / item.path).lstat()
@@ -94,7 +104,7 @@ def strangers(folder: Path, manifest: Manifest) -> Iterator[Fault]:
     fault = _ownership(str(folder.parent), os.lstat(folder.parent))
     if fault is not None:
         yield fault
-    named = {item.path for item in manifest.objects} | {MANIFEST}
+    expected = {item.path for item in manifest.objects} | BESIDE
     for parent, folders, names in os.walk(folder):
         relative = os.path.relpath(parent, folder)
         fault = _ownership(relative, os.lstat(parent))
@@ -102,5 +112,5 @@ def strangers(folder: Path, manifest: Manifest) -> Iterator[Fault]:
             yield fault
         for name in [*names, *(name for name in folders if Path(parent, name).is_symlink())]:
             path = os.path.normpath(os.path.join(relative, name))
-            if path not in named:
+            if path not in expected:
                 yield Fault(path, "nothing of this name", stat.filemode(os.lstat(os.path.join(parent, name)).st_mode))

@@ -150,10 +150,11 @@ async def _started(attempt: Attempt, replicas: Replicas, ending: _Ending) -> Ins
         match = await asyncio.to_thread(host.match, name)
     await attempt.still_wanted()
     await replicas.vacated(name)
-    if match.manifest is not None and host.criu is not None:
+    obstacle = host.backend(name).obstacle()
+    if match.manifest is not None and obstacle is None:
         instance = await _resumed(attempt, match, match.manifest, replicas.suspended)
         return instance or await _restored_or_cold(attempt, match, match.manifest, ending)
-    why = match.why if host.criu is not None else host.capability
+    why = match.why if obstacle is None else obstacle
     if host.model(name).on_no_snapshot == "reject":
         if match.refused:
             raise HostIncompatible([m for found in match.refused.values() for m in found])
@@ -228,7 +229,6 @@ async def _restored_or_cold(attempt: Attempt, match: Match, manifest: Manifest, 
 async def _restored(attempt: Attempt, manifest: Manifest) -> Instance:
     """An engine out of a snapshot that has repeated its donor's answers, in a box of its own."""
     host = attempt.host
-    assert host.criu is not None
     await _verify_bytes(attempt, manifest)
     box = await fresh_box(host, attempt.stages)
     placement = await _placed(attempt, box, manifest.gpu)
@@ -292,13 +292,13 @@ async def _verify_bytes(attempt: Attempt, manifest: Manifest) -> None:
 async def _cold(attempt: Attempt, match: Match, event: Event, why: str) -> Instance:
     """A cold engine; captured on its way, where the policy wants a snapshot and there is none."""
     host = attempt.host
-    policy = host.model(attempt.record.model).snapshot
+    policy, backend = host.model(attempt.record.model).snapshot, host.backend(attempt.record.model)
     box = await fresh_box(host, attempt.stages)
     placement = await _placed(attempt, box, None)
     await attempt.advance(event, incarnation=box.id, start="cold", snapshot=None, reason=why)
     with attempt.stages.timed("start engine"):
-        instance, cold_start_s = await ignite(box, attempt.engine, placement.indices if placement else ())
-    if policy.create == "auto" and host.criu is not None and match.manifest is None:
+        instance, cold_start_s = await ignite(backend, box, attempt.engine, placement.indices if placement else ())
+    if policy.create == "auto" and backend.obstacle() is None and match.manifest is None:
         try:
             async with unwinding(host, attempt.journal):
                 manifest = await capture(host, instance, match.profile, cold_start_s, attempt.stages)
@@ -368,8 +368,8 @@ async def make_snapshot(host: Host, claim: Claim) -> None:
     async with _journaled(host, claim) as (journal, ending):
         try:
             await _bounded(host, claim)
-            if host.criu is None:
-                raise SnapshotError(f"no snapshot can be made on this host: {host.capability}")
+            if (obstacle := host.backend(name).obstacle()) is not None:
+                raise SnapshotError(f"no snapshot can be made on this host: {obstacle}")
             stages = Stages(journal)
             async with unwinding(host, journal):
                 with stages.timed("match"):
@@ -394,5 +394,5 @@ async def _captured(host: Host, engine: HttpEngine, match: Match, stages: Stages
     box = await fresh_box(host, stages)
     placement = await _leased(host, box, engine, stages)
     with stages.timed("start engine"):
-        donor, cold_start_s = await ignite(box, engine, placement.indices if placement else ())
+        donor, cold_start_s = await ignite(host.backend(engine.name), box, engine, placement.indices if placement else ())
     return await capture(host, donor, match.profile, cold_start_s, stages, keep=False)

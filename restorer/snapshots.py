@@ -3,6 +3,7 @@
 ::
 
     <root>/<id>/manifest.json   the commit marker, written last; its bytes are canonical and their hash is <id>
+    <root>/<id>/chunks          what the objects are made of (:mod:`restorer.chunks`)
     <root>/<id>/images/         what CRIU wrote
     <root>/<id>/scratch/        private folders, as restorer.trees stores them
     <root>/verdicts/<id>.jsonl  what became of its restores; appended to, no part of the snapshot
@@ -33,10 +34,11 @@ from types import TracebackType
 
 from pydantic import ValidationError
 
-from policies.manifest import FORMAT, Manifest, SnapshotObject, canonical
+from policies.manifest import FORMATS, Manifest, SnapshotObject, canonical
+from restorer import chunks
 from restorer.errors import SnapshotError
 from restorer.files import allocated, dig_holes, disk_space, fsync, fsync_tree, write_durable
-from restorer.integrity import FOLDERS, MANIFEST, Fault, differences, shape, strangers, verify_files
+from restorer.integrity import FOLDERS, MANIFEST, Fault, differences, named, shape, strangers, verify_files
 from restorer.stamps import SETTLE_NS, THREADS, Stamps
 from restorer.trees import capture_tree, lay_tree
 from restorer.weights import verify_weights
@@ -113,8 +115,8 @@ class SnapshotStore:
         """Make what is staged a snapshot: dig holes, make it read-only, durable, hash it, name it; the manifest last.
 
         Args:
-            draft: the manifest without what is known only now: ``objects`` and ``bytes`` are replaced, and
-                ``bytes_written`` is increased by the size of the objects as they were handed to the file system.
+            draft: the manifest without what is known only now: ``objects``, ``chunks`` and ``bytes`` are replaced, and
+                ``bytes_written`` is increased by what of that was handed to the file system.
 
         Raises:
             Environment: the disk is full. SnapshotError: something staged cannot be an object.
@@ -123,15 +125,20 @@ class SnapshotStore:
             found = _objects(staging.path)
             written = sum(min(size, allocated(staging.path / name)) for name, size in found.items())
             _seal(staging.path, found)
-            hashes = self._stamps.sha256_all(staging.path / name for name in found)
+            cutter = chunks.Cutter()
+            hashes = self._stamps.sha256_all((staging.path / name for name in found), tap=cutter.tap)
             objects = tuple(_object(staging.path, name, size, hashes[staging.path / name]) for name, size in found.items())
+            cut = cutter.finish()
+            listed, index = chunks.encode({name: cut[staging.path / name] for name in found})
             manifest = draft.model_copy(
                 update={
                     "objects": objects,
                     "bytes": allocated(staging.path),
-                    "bytes_written": draft.bytes_written + written,
+                    "bytes_written": draft.bytes_written + written + len(listed),
+                    "chunks": index,
                 }
             )
+            write_durable(staging.path / chunks.FILE, listed)
             self._publish(staging, manifest)
         return manifest
 
@@ -176,12 +183,12 @@ class SnapshotStore:
         folder = self.root / manifest.id
         faults = [*strangers(folder, manifest)]
         sound = []
-        for item in manifest.objects:
+        for item in named(manifest):
             fault = shape(folder, item)
-            if fault is None:
-                sound.append(item)
-            else:
+            if fault is not None:
                 faults.append(fault)
+            elif full or item.path != chunks.FILE:  # no restore reads the list, so none waits for its hash
+                sound.append(item)
         if full:
             for item in sound:
                 self._stamps.forget(folder / item.path)
@@ -291,7 +298,7 @@ class SnapshotStore:
             self._read(path.name)
         except SnapshotError:
             with contextlib.suppress(OSError, ValueError, AttributeError):
-                return bool(json.loads((path / MANIFEST).read_bytes()).get("format", FORMAT) == FORMAT)
+                return bool(json.loads((path / MANIFEST).read_bytes()).get("format") in {None, *FORMATS})
             return True
         return False
 

@@ -29,6 +29,8 @@ SETTLE_NS = 20_000_000
 10 ms), so a hash taken that early is not remembered."""
 THREADS = min(8, os.cpu_count() or 1)
 _FIELDS = ("dev", "ino", "size", "mtime_ns", "ctime_ns")
+Tap = Callable[[int, memoryview], None]
+"""Told the offset and content of what is read of a file, in order; holes are left out."""
 
 
 class Stamps:
@@ -60,12 +62,23 @@ class Stamps:
         self.save()
         return found
 
-    def sha256_all(self, paths: Iterable[Path], *, progress: Callable[[Path], None] | None = None) -> dict[Path, str | OSError]:
-        """:meth:`sha256` of many files, in parallel; a file that cannot be read has its error for a value."""
+    def sha256_all(
+        self,
+        paths: Iterable[Path],
+        *,
+        progress: Callable[[Path], None] | None = None,
+        tap: Callable[[Path], Tap] | None = None,
+    ) -> dict[Path, str | OSError]:
+        """:meth:`sha256` of many files, in parallel; a file that cannot be read has its error for a value.
+
+        Args:
+            progress: told each file that is done.
+            tap: asked for each file for who is told what is read of it; every file is then read, known or not.
+        """
         done: dict[Path, str | OSError] = {}
         folders: dict[str, str] = {}
         asked = list(dict.fromkeys(paths))
-        for path in asked:
+        for path in asked if tap is None else ():
             # Nearly all are known on the way to a first token, and a thread for each would cost more than asking.
             with contextlib.suppress(OSError):
                 found = self._remembered(*_located(path, folders))
@@ -76,7 +89,7 @@ class Stamps:
         unknown = [path for path in asked if path not in done]
         if unknown:
             with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-                jobs = {pool.submit(self._outcome, path): path for path in unknown}
+                jobs = {pool.submit(self._outcome, path, tap): path for path in unknown}
                 for job in concurrent.futures.as_completed(jobs):
                     done[jobs[job]] = job.result()
                     if progress is not None:
@@ -109,14 +122,16 @@ class Stamps:
             with contextlib.suppress(OSError):
                 write_durable(self._path, data, 0o600)
 
-    def _outcome(self, path: Path) -> str | OSError:
+    def _outcome(self, path: Path, tap: Callable[[Path], Tap] | None) -> str | OSError:
         try:
-            return self._sha256(path)
+            return self._sha256(path, tap)
         except OSError as error:
             return error
 
-    def _sha256(self, path: Path) -> str:
+    def _sha256(self, path: Path, tap: Callable[[Path], Tap] | None = None) -> str:
         real = os.path.realpath(path, strict=True)
+        if tap is not None:
+            return self._hash(real, tap(path))
         return self._remembered(real, os.stat(real, follow_symlinks=False)) or self._hash(real)
 
     def _remembered(self, real: str, found: os.stat_result) -> str | None:
@@ -128,7 +143,7 @@ class Stamps:
             self._marks[real] = mark  # now the most recently used
             return str(mark["sha256"])
 
-    def _hash(self, real: str) -> str:
+    def _hash(self, real: str, tap: Tap | None = None) -> str:
         fd = os.open(real, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             # First, so that a mark never outlives its data in a power cut, and so that a page that somebody has mapped
@@ -136,7 +151,7 @@ class Stamps:
             _flush(fd)
             begun_ns = time.time_ns()
             before = _facts(os.fstat(fd))
-            digest = hash_fd(fd)
+            digest = hash_fd(fd, tap)
             if _facts(os.fstat(fd)) != before:
                 raise OSError(errno.EBUSY, "was written while it was hashed", real)
         finally:

@@ -12,12 +12,11 @@ import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
 from policies.journal import Outcome, Trail, Undo
-from restorer import inventory
 from restorer.box import Box
-from restorer.errors import EngineDied, RestorerError
+from restorer.criu import let_run
+from restorer.errors import RestorerError
 from restorer.host import Host, log
 from restorer.journal import Journal
-from restorer.processes import proceed
 from restorer.stages import Stages
 
 GONE = "it was gone already"
@@ -83,19 +82,12 @@ def summary(trail: Trail) -> str:
     return "; ".join([trail.detail or f"ended {trail.last}", *undone])
 
 
-async def thaw(host: Host, id: str) -> str:
-    """Let all processes in a box run on. No tool is needed for it, so none can fail or hang."""
-    box = host.boxes.known(id)
+async def _thaw(host: Host, name: str, kept: Mapping[str, str]) -> str:
+    box = host.boxes.known(name)
     if box is None or not box.alive:
         return GONE
-    with contextlib.suppress(EngineDied):
-        pids = (await asyncio.to_thread(inventory.numbers, box.init_pid)).values()
-        proceed(pid for pid in pids if pid != box.init_pid)
-    return f"box {id} runs on"
-
-
-async def _thaw(host: Host, name: str, kept: Mapping[str, str]) -> str:
-    return await thaw(host, name)
+    await asyncio.to_thread(let_run, box)
+    return f"box {name} runs on"
 
 
 async def _box(host: Host, name: str, kept: Mapping[str, str]) -> str:

@@ -14,18 +14,15 @@ from typing import Any, get_args
 
 import pytest
 import yaml
-from pydantic import BaseModel
-from pydantic_core import PydanticUndefined
 
-from gateway import errors, routes
-from gateway.metrics import Metrics
+from deploy.site import commands, reference, settings
+from gateway import errors
 from policies import admission, config, replica, wire
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("policies", "gateway", "restorer")
 PRODUCT = sorted([*(path for package in PACKAGES for path in (ROOT / package).glob("*.py")), ROOT / "rewake.py"])
 README = (ROOT / "README.md").read_text()
-HTTP, METRICS, SETTINGS = ((ROOT / "docs" / f"{name}.md").read_text() for name in ("http", "metrics", "settings"))
 ARCHITECTURE = (ROOT / "ARCHITECTURE.md").read_text()
 EXAMPLE = ROOT / "deploy/examples/rewake.yaml"
 MAX_LINES, MAX_FUNCTION = 400, 60
@@ -175,107 +172,46 @@ def test_the_example_shows_both_engines_and_every_setting() -> None:
     text = EXAMPLE.read_text()
     engines = {model.engine.kind for model in config.parse(yaml.safe_load(text)).models.values()}
     assert engines == {"vllm", "llama-server"}
-    missing = [path for path in shown_defaults() if not _spelt(path, text)]
+    missing = [path for path in every_setting() if not _spelt(path, text)]
     assert not missing
 
 
 def _spelt(path: str, text: str) -> bool:
-    return re.search(rf"^[ #]*{path.rpartition('.')[2]}:", text, re.MULTILINE) is not None
+    return re.search(rf"^[ #-]*{path.rpartition('.')[2]}:", text, re.MULTILINE) is not None
 
 
-def shown_defaults() -> dict[str, str]:
-    """Every setting with its default as README's table shows it."""
-    shown = dict(_defaults(config.Config, ""))
-    shown.pop("gateway.hold.max_wait_s", None)  # how long to wait is for each model to say
-    return shown
+def every_setting() -> list[str]:
+    """The path of every setting."""
+    return [prefix + field for prefix, section, _ in settings.sections() for field in section.model_fields]
 
 
-def _defaults(section: type[BaseModel], prefix: str, given: BaseModel | None = None) -> Iterator[tuple[str, str]]:
-    for field, facts in section.model_fields.items():
-        default = facts.default if given is None else getattr(given, field)
-        if field == "models":
-            yield from _defaults(config.Model, "models.NAME.")
-        elif field == "engine":
-            yield from _defaults(config.Engine, f"{prefix}engine.")
-        elif isinstance(default, BaseModel):
-            yield from _defaults(type(default), f"{prefix}{field}.", default)
-        else:
-            yield prefix + field, _shown(prefix + field, default)
+# ---------------------------------------------------------------- docs/reference
 
 
-def _shown(path: str, default: Any) -> str:
-    if default is PydanticUndefined:
-        return "must be given"
-    if isinstance(default, bool):
-        return str(default).lower()
-    if path.endswith("_bytes"):
-        return f"{default >> 20} MiB"
-    if isinstance(default, float):
-        return f"{default:g}"
-    if path.endswith("canary.prompts"):
-        return "…"
-    return f"`{default}`" if isinstance(default, str) else str(default) if default else "none" if default != 0 else "0"
+@pytest.mark.parametrize("page", reference.pages())
+def test_the_reference_is_what_the_code_says(page: str) -> None:
+    assert page not in reference.stale(), f"docs/reference/{page} is stale: run `make reference`"
 
 
-def test_the_table_of_settings_is_whole_and_true() -> None:
-    table = {
-        cells[0].strip("`"): cells[1]
-        for cells in rows(f"\n{SETTINGS}".replace("\n# Settings", "\n## Settings"), "Settings")[2:]
-        if cells[0].startswith("`")
-    }
-    wanted = shown_defaults()
-    assert {key if key in wanted else f"models.NAME.{key}": value for key, value in table.items()} == wanted
+def test_every_setting_says_what_it_is() -> None:
+    assert not settings.undocumented(), "write one or two sentences for the operator under each of these fields"
 
 
-def test_the_list_of_metrics_is_whole_and_true() -> None:
-    page = Metrics(["m"], version="0").expose().body.decode()
-    served = set(re.findall(r"^# TYPE (rewake_\w+) ", page, re.MULTILINE)) - set(re.findall(r"\b(rewake_\w+_created)\b", page))
-    assert set(re.findall(r"`(rewake_\w+)`", METRICS)) == served
+def test_every_command_and_option_says_what_it_is() -> None:
+    silent = [name for name, command in commands.commands() if not command.help]
+    for name, command in commands.commands():
+        silent += [f"{name} {one.opts[0]}" for one in command.params if one.param_type_name == "option" and not one.help]
+    assert len([*commands.commands()]) > 10
+    assert not silent
 
 
-def _kinds(kind: type[errors.GatewayError]) -> Iterator[type[errors.GatewayError]]:
-    yield kind
-    for child in kind.__subclasses__():
-        yield from _kinds(child)
-
-
-def test_the_table_of_errors_is_whole_and_true() -> None:
-    table = {
-        code: (int(status), retry)
-        for status, codes, _, _, retry in (cells for cells in rows(HTTP, "Errors") if cells[0].isdigit())
-        for code in re.findall(r"`(\w+)`", codes)
-    }
-    generic = (errors.GatewayError, errors.InvalidRequest, errors.MissingModel, errors.Unavailable)
-    made = {kind.code: kind for kind in _kinds(errors.GatewayError) if kind not in generic[1:]}
-    said = {None: "\N{EN DASH}", True: "true", False: "false"}
-    for code, kind in made.items():
-        assert table.pop(code) == (kind.status, said[kind.should_retry]), code
-    spelt = set(re.findall(r'"(invalid_\w+|missing_\w+)"', "".join((ROOT / "gateway" / f).read_text() for f in _RAISERS)))
-    assert set(table) == spelt - {"invalid_request_error"}
-    assert all(row == (400, "false") for row in table.values())
+def test_every_fault_of_a_request_is_listed() -> None:
+    spelt = set(re.findall(r'"(invalid_\w+|missing_\w+)"', "".join(path.read_text() for path in (ROOT / "gateway").glob("*.py"))))
+    assert set(errors.FAULTS) == spelt - {"invalid_request_error", "invalid_api_key"}
     assert {kind.code for kind, _ in errors.REFUSALS.values()} == set(get_args(admission.Code))
 
 
-_RAISERS = ("admin.py", "edits.py", "envelope.py", "intake.py", "multipart.py", "reload.py", "server.py", "websocket.py")
-
-
-def test_every_route_is_described() -> None:
-    for route in routes.TABLE:
-        said = route.name.removeprefix("/admin/v1/").partition("/{")[0]
-        assert said in HTTP, route.name
-
-
-def test_every_command_is_described() -> None:
-    source = (ROOT / "rewake.py").read_text() + (ROOT / "restorer/snapshot_commands.py").read_text()
-    commands = re.findall(r'@app\.command\([^)]*\)\ndef (\w+)|@snapshots\.command\("(\w+)"\)', source)
-    assert len(commands) > 10
-    elsewhere = re.search(r"for _each in \(([^)]*)\):\n    app\.command", source)
-    commands += [(each.rpartition(".")[2], "") for each in elsewhere[1].split(", ")] if elsewhere else []
-    for plain, grouped in commands:
-        assert re.search(rf"rewake {plain}\b" if plain else rf"rewake snapshot {grouped}\b|`{grouped}`", README), plain or grouped
-
-
-DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", *(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")))
+DOCUMENTS = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", *(name(page) for page in (ROOT / "docs").rglob("*.md"))]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

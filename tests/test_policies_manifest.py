@@ -90,7 +90,7 @@ def test_canonical_json_is_sorted_compact_utf8() -> None:
     assert list(document(a_manifest())) == sorted(document(a_manifest()))
 
 
-@pytest.mark.parametrize("changes", [{"format": 2}, {"format": 0}, {"surprise": 1}, {"host": {}}, {"bytes": "many"}])
+@pytest.mark.parametrize("changes", [{"format": 3}, {"format": 0}, {"surprise": 1}, {"host": {}}, {"bytes": "many"}])
 def test_a_manifest_of_another_format_or_shape_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         Manifest.model_validate({**document(a_manifest()), **changes})

@@ -36,9 +36,9 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     inodes: list[int] = []
     real = module.hash_fd
 
-    def spy(fd: int) -> str:
+    def spy(fd: int, tap: module.Tap | None = None) -> str:
         inodes.append(os.fstat(fd).st_ino)
-        return real(fd)
+        return real(fd, tap)
 
     monkeypatch.setattr(module, "hash_fd", spy)
     return inodes

@@ -1,0 +1,54 @@
+"""Which backends there are on a host: :func:`build` finds what each needs; ``engine.backend`` of a model names one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from restorer.backend import Backend, Can
+from restorer.box import Box
+from restorer.criu import Criu
+from restorer.engines import HttpEngine
+
+__all__ = ["Backend", "Can", "OwnCriu", "build"]
+
+
+class OwnCriu(Backend):
+    """CRIU itself, run inside the box.
+
+    Args:
+        criu: None: it does not work here.
+        capability: how it was found, or what is missing.
+    """
+
+    name = "criu"
+    can = Can(snapshot=True, clone=True)
+
+    def __init__(self, criu: Criu | None, capability: str) -> None:
+        self._criu = criu
+        self._capability = capability
+
+    def obstacle(self) -> str | None:
+        return self._capability if self._criu is None else None
+
+    def describe(self) -> str:
+        return self._capability
+
+    async def dump(self, box: Box, pid: int, images: Path, engine: HttpEngine) -> None:
+        await self._tool().dump(box, pid, images, engine.dump_options)
+
+    async def thaw(self, box: Box) -> None:
+        await self._tool().thaw(box)
+
+    async def restore(self, box: Box, engine: HttpEngine, images: Path, options: Sequence[str]) -> None:
+        await self._tool().restore(box, images, options)
+
+    def _tool(self) -> Criu:
+        assert self._criu is not None, "nobody asks for it where there is an obstacle"
+        return self._criu
+
+
+def build(criu: Criu | None, capability: str) -> Mapping[str, Backend]:
+    """Every backend by its name."""
+    found: tuple[Backend, ...] = (OwnCriu(criu, capability), Backend())
+    return {backend.name: backend for backend in found}
