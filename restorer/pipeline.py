@@ -165,7 +165,7 @@ async def _started(attempt: Attempt, replicas: Replicas, ending: _Ending) -> Ins
 async def _bounded(host: Host, claim: Claim) -> None:
     """A failed try is counted when it fails; one that took the restorer with it has to be counted here."""
     if claim.attempts > host.config.restorer.max_attempts:
-        tries = f"it was begun {claim.attempts} times, and each time the restorer ended before it"
+        tries = f"it was begun {claim.attempts - 1} times, and each time the restorer ended before it"
         raise Environment(f"{tries}: {await _interrupted(host, claim) or 'see its log'}")
 
 
