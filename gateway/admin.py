@@ -15,10 +15,13 @@ from gateway.current import Current
 from gateway.errors import Busy, InvalidRequest, ModelNotFound, NotFound, Unauthorized
 from gateway.exchange import Call, Reply, reply
 from gateway.operations import Operations, Outcome
+from gateway.overview import Overview, seconds
 from gateway.registry import Registry
 from gateway.report import Reporter
 from gateway.store import Store
+from gateway.tasks import Tasks
 from policies.replica import COMING, State
+from policies.tasks import MAX_LOG_LINES, Task, TaskKind
 
 MAX_WAIT_S = 60.0
 MAX_BODY_BYTES = 64 << 10
@@ -47,12 +50,23 @@ class _Drain(_Body):
     replica: str
 
 
+class _Task(_Body):
+    kind: TaskKind
+    host: str = ""
+    """Whose restorer is asked; empty: that of the replica, or the first one that has the snapshot."""
+    snapshot: str = ""
+    replica: str = ""
+    lines: Annotated[int, Field(ge=0, le=MAX_LOG_LINES)] = 200
+    offset: Annotated[int, Field(ge=0)] | None = None
+
+
 B = TypeVar("B", bound=_Body)
 BODIES: Mapping[str, type[BaseModel]] = {
     "admin.create_snapshot": _Snapshot,
     "admin.scale_up": _ScaleUp,
     "admin.scale_down": _ScaleDown,
     "admin.drain": _Drain,
+    "admin.create_task": _Task,
 }
 """What each call takes, by its name in the table of routes."""
 
@@ -61,7 +75,16 @@ class Admin:
     """The handlers. All raise :class:`gateway.errors.Unauthorized` without the right token."""
 
     def __init__(
-        self, current: Current, token: str, *, store: Store, registry: Registry, reporter: Reporter, operations: Operations
+        self,
+        current: Current,
+        token: str,
+        *,
+        store: Store,
+        registry: Registry,
+        reporter: Reporter,
+        operations: Operations,
+        tasks: Tasks,
+        overview: Overview,
     ) -> None:
         self._current = current
         self._token = token.encode()
@@ -69,6 +92,13 @@ class Admin:
         self._registry = registry
         self._reporter = reporter
         self._operations = operations
+        self._tasks = tasks
+        self._overview = overview
+
+    async def overview(self, call: Call) -> Reply:
+        """Everything at a glance; ``?after=VERSION&wait=SECONDS`` (at most 30) answers when there is something new."""
+        self.authorize(call)
+        return await self._overview.answer(call)
 
     async def models(self, call: Call) -> Reply:
         self.authorize(call)
@@ -137,10 +167,44 @@ class Admin:
         """An operation; ``?wait=SECONDS`` (at most 60) answers when it has ended, or then."""
         self.authorize(call)
         id = call.params["id"]
-        found = await self._operations.wait(id, _wait_s(call.query.get("wait", "0")))
+        found = await self._operations.wait(id, seconds(call.query.get("wait", "0"), MAX_WAIT_S))
         if found is None:
             raise NotFound(f"There is no operation {id!r}; they are forgotten a day after their end.")
         return reply(found)
+
+    async def create_task(self, call: Call) -> Reply:
+        """202 and a task: one question or chore for one host's restorer."""
+        self.authorize(call)
+        body = _parsed(_Task, call)
+        host = await self._host(body)
+        task = Task(id="", kind=body.kind, host=host, **body.model_dump(exclude={"kind", "host"}))
+        return reply(await self._tasks.create(task), 202)
+
+    async def task(self, call: Call) -> Reply:
+        """A task and what was found; ``?wait=SECONDS`` (at most 60) answers when it has ended, or then."""
+        self.authorize(call)
+        id = call.params["id"]
+        found = await self._tasks.wait(id, seconds(call.query.get("wait", "0"), MAX_WAIT_S))
+        if found is None:
+            raise NotFound(f"There is no task {id!r}; they are forgotten an hour after they were made.")
+        return reply(found)
+
+    async def _host(self, body: _Task) -> str:
+        """Whose restorer can do it; raises NotFound when nobody's can."""
+        hosts = await self._store.hosts()
+        if body.kind == "log":
+            record = next((r for r in self._registry.replicas() if body.replica in (r.id, r.incarnation)), None)
+            wanted = body.host or ("" if record is None else record.host)
+            fits = [host.host for host in hosts if host.host == wanted or not wanted]
+            missing = f"replica {body.replica!r}"
+        else:
+            having = [host for host in hosts if any(one.id == body.snapshot for one in host.snapshots)]
+            fits = [host.host for host in having if body.host in ("", host.host)]
+            missing = f"snapshot {body.snapshot!r}"
+        if not fits:
+            where = f" on {body.host}" if body.host else ""
+            raise NotFound(f"No restorer that is there has {missing}{where}.")
+        return fits[0]
 
     def authorize(self, call: Call) -> None:
         """Raises Unauthorized unless the call carries the token."""
@@ -181,13 +245,3 @@ def _parsed(kind: type[B], call: Call) -> B:
     except ValidationError as error:
         faults = "; ".join(f"{'.'.join(map(str, fault['loc'])) or 'body'}: {fault['msg']}" for fault in error.errors())
         raise InvalidRequest(f"The request body does not fit: {faults}.", "invalid_request") from None
-
-
-def _wait_s(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds <= MAX_WAIT_S:
-        raise InvalidRequest(f"wait is {text!r}; it must be a number of seconds from 0 to {MAX_WAIT_S:g}.", "invalid_request")
-    return seconds

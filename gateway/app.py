@@ -15,6 +15,7 @@ from aiohttp import web
 from gateway import access, downstream, logs, openapi, server
 from gateway.admin import Admin
 from gateway.client import Clients
+from gateway.console import Console
 from gateway.current import Current
 from gateway.decisions import Decisions
 from gateway.dispatch import Dispatch
@@ -30,6 +31,7 @@ from gateway.link import Link
 from gateway.metrics import Metrics
 from gateway.models import Models
 from gateway.operations import Operations, Sharing
+from gateway.overview import Overview
 from gateway.permits import Permits
 from gateway.proxy import Proxy
 from gateway.registry import Registry
@@ -38,6 +40,7 @@ from gateway.report import Reporter
 from gateway.scaling import Scaler
 from gateway.settings import Settings
 from gateway.store import Store
+from gateway.tasks import Tasks
 from gateway.tenants import Tenants
 from gateway.tls import Certificates
 from gateway.upstream import Upstreams
@@ -87,6 +90,8 @@ class Gateway:
     gauges: Gauges
     serving: Serving
     admin: Admin
+    overview: Overview
+    console: Console
     models: Models
     callers: Callers
     certificates: Certificates | None
@@ -116,7 +121,17 @@ def compose(settings: Settings, metrics: Metrics, line: Line | None = None) -> G
     permits = Permits(settings.id, current, lender=store, fleet=registry, ledger=ledger, dead=dead)
     waitroom = Waitroom(current, fleet=registry, capacity=permits, ledger=ledger, expected=eta.wait_s)
     callers = _callers(current, store, reporter, metrics)
-    admin = Admin(current, settings.admin_token, store=store, registry=registry, reporter=reporter, operations=operations)
+    overview = Overview(current, registry=registry, reporter=reporter, store=store, eta=eta)
+    admin = Admin(
+        current,
+        settings.admin_token,
+        store=store,
+        registry=registry,
+        reporter=reporter,
+        operations=operations,
+        tasks=Tasks(store, link),
+        overview=overview,
+    )
     certificates = None if settings.pem is None else Certificates(settings.pem)
     life = Life(link.connected)
     gateway = Gateway(
@@ -137,6 +152,8 @@ def compose(settings: Settings, metrics: Metrics, line: Line | None = None) -> G
         gauges=Gauges(current, ledger=ledger, registry=registry, link=link, metrics=metrics),
         serving=_serving(current, metrics, callers, ledger, registry, waitroom, upstreams, eta, life),
         admin=admin,
+        overview=overview,
+        console=Console(current),
         models=Models(current, registry, eta_s=eta.seconds, allows=callers.tenants.allows),
         callers=callers,
         certificates=certificates,
@@ -258,9 +275,11 @@ def _connect(gateway: Gateway, eta: Eta) -> None:
     gateway.link.on_connect += [lambda: _remember(gateway, eta), lambda: _bury(gateway.permits.dead, gateway.store)]
     gateway.link.on_permits = permits.hint
     gateway.link.on_debtor = gateway.callers.limits.indebted
+    gateway.link.on_hint = gateway.overview.hinted
+    reporter.waiting = waitroom.waiting
     permits.on_more = waitroom.pump_all
     scaler.on_trigger = lambda model, outcome: triggers.labels(model, "false" if outcome.created else "true").inc()
-    gateway.life.on_drain.append(drain)
+    gateway.life.on_drain += [drain, gateway.overview.touch]
     gateway.life.on_refuse.append(waitroom.drain)
     gateway.life.on_cut += [gateway.serving.proxy.cut, gateway.serving.fast.cut]
     gateway.current.on_change.append(lambda before, after: _reloaded(gateway, before, after))
@@ -302,7 +321,7 @@ def build(settings: Settings, metrics: Metrics, line: Line | None = None) -> web
 
 def _own(gateway: Gateway) -> dict[str, Handler]:
     """Everything that is not passed on to a replica, by its name in the table of routes."""
-    life, admin, models = gateway.life, gateway.admin, gateway.models
+    life, admin, models, console = gateway.life, gateway.admin, gateway.models, gateway.console
     return {
         "health": life.health,
         "ready": life.ready,
@@ -310,6 +329,9 @@ def _own(gateway: Gateway) -> dict[str, Handler]:
         "openapi": openapi.answer,
         "models.list": models.list,
         "models.get": models.get,
+        "console.page": console.page,
+        "console.asset": console.asset,
+        "admin.overview": admin.overview,
         "admin.models": admin.models,
         "admin.replicas": admin.replicas,
         "admin.snapshots": admin.snapshots,
@@ -320,6 +342,8 @@ def _own(gateway: Gateway) -> dict[str, Handler]:
         "admin.reload": gateway.reloader.handle_reload,
         "admin.restart": gateway.reloader.handle_restart,
         "admin.operation": admin.operation,
+        "admin.create_task": admin.create_task,
+        "admin.task": admin.task,
     }
 
 

@@ -29,8 +29,8 @@ from gateway.trail import Trail
 Passer = Callable[[web.Request, Found], Awaitable[web.StreamResponse]]
 """Passes a request on to a replica; raises GatewayError while nothing has been sent."""
 
-_PROBES = ("/health", "/ready", "/metrics")
-"""Asked every few seconds for as long as the process lives: not worth a line each."""
+_PROBES = ("/health", "/ready", "/metrics", "/admin/v1/overview")
+"""Asked every few seconds for as long as the process lives, or somebody looks: not worth a line each."""
 _LONGEST_METHOD = 16
 
 
@@ -108,7 +108,8 @@ class Dispatch:
         source = AiohttpSource(request)
         body = await self._intake.read_small(found, request.headers, source, source.proceed, MAX_BODY_BYTES)
         query = dict(parse_qsl(found.query, keep_blank_values=True))
-        return Call(request.headers.get("Authorization"), found.params, query, body, tenant)
+        known = request.headers.get("If-None-Match", "")
+        return Call(request.headers.get("Authorization"), found.params, query, body, tenant, known)
 
     @web.middleware
     async def _instead(self, request: web.Request, handler: object) -> web.StreamResponse:

@@ -100,6 +100,17 @@ class Eta:
         usual_s = self._usual_s(model, None)
         return eta.start_s(usual_s, state=None, done=(), elapsed_s=0.0) if usual_s else None
 
+    def kinds_s(self, model: str) -> Mapping[str, Mapping[str, float]]:
+        """What the stages of a ``restored`` and of a ``cold`` start usually take, as far as they were measured."""
+        known, found = self._samples.get(model, {}), {}
+        for kind, cold in (("restored", False), ("cold", True)):
+            samples: dict[str, list[float]] = {}
+            for key, seconds in known.items():
+                if (key.origin == COLD) == cold:
+                    samples.setdefault(key.stage, []).extend(seconds)
+            found[kind] = {stage: eta.quantile(seconds) for stage, seconds in samples.items()}
+        return found
+
     def wait_s(self, model: str, position: int) -> float | None:
         """Until the request at ``position`` (1 is next) has a slot; None as for :meth:`seconds`."""
         first_s = self.seconds(model)

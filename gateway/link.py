@@ -39,6 +39,8 @@ class Link:
         """Called when somebody waits for permits of a pool, or gave some back."""
         self.on_debtor: Callable[[str], None] = lambda tenant: None
         """Called when a tenant has just used more tokens than it had."""
+        self.on_hint: Callable[[Hint], None] = lambda hint: None
+        """Called with each hint, when what it says is known."""
 
     async def run(self) -> None:
         """Stay connected until cancelled."""
@@ -73,7 +75,7 @@ class Link:
 
     @contextlib.contextmanager
     def follow(self, operation: str) -> Iterator[asyncio.Event]:
-        """An event that is set whenever something about the operation may have changed."""
+        """An event that is set whenever something about the operation, or the task, may have changed."""
         changed = asyncio.Event()
         self._followers[operation].add(changed)
         try:
@@ -114,8 +116,9 @@ class Link:
                 self.on_permits(hint.permits)
             if hint.debtor is not None:
                 self.on_debtor(hint.debtor)
-            for changed in self._followers.get(hint.operation or "", ()):
+            for changed in self._followers.get(hint.operation or hint.task or "", ()):
                 changed.set()
+            self.on_hint(hint)
 
     async def _reread(self) -> None:
         while True:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from functools import cache
 
-from gateway import admin
+from gateway import admin, overview
 from gateway.exchange import Call, Reply, reply
 from gateway.routes import TABLE, Route
 from gateway.version import version
@@ -68,7 +68,8 @@ _MODELS = {
     "properties": {"object": {"const": "list"}, "data": {"type": "array", "items": {"$ref": "#/components/schemas/Model"}}},
 }
 _ANSWERS: Mapping[str, str] = {"models.list": "Models", "models.get": "Model"}
-_ACCEPTED = frozenset(("admin.create_snapshot", "admin.scale_up", "admin.scale_down", "admin.drain"))
+_ACCEPTED = frozenset(("admin.create_snapshot", "admin.scale_up", "admin.scale_down", "admin.drain", "admin.create_task"))
+_WAITS = {"admin.operation": admin.MAX_WAIT_S, "admin.task": admin.MAX_WAIT_S, "admin.overview": overview.MAX_WAIT_S}
 _FIELDS = {"model": {"type": "string", "minLength": 1}, "stream": {"type": ["boolean", "null"]}}
 _HINT = {
     "name": "x-rewake-model",
@@ -113,9 +114,11 @@ def _operation(route: Route) -> dict[str, object]:
     ]
     if route.model == "hint":
         parameters.append(_HINT)
-    if route.serves == "admin.operation":
-        wait = {"type": "number", "minimum": 0, "maximum": admin.MAX_WAIT_S}
+    if route.serves in _WAITS:
+        wait = {"type": "number", "minimum": 0, "maximum": _WAITS[route.serves]}
         parameters.append({"name": "wait", "in": "query", "required": False, "schema": wait})
+    if route.serves == "admin.overview":
+        parameters.append({"name": "after", "in": "query", "required": False, "schema": {"type": "string"}})
     if parameters:
         described["parameters"] = parameters
     body = _body(route)

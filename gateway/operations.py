@@ -179,7 +179,11 @@ class Operations:
         if verdict == "crowded" and sharing is not None:
             raise _crowded(model, sharing.name, json.loads(text))
         operation = _decoded(text) if text else None
-        return None if operation is None else Outcome(operation, verdict == "created")
+        if operation is None:
+            return None
+        if verdict == "created":
+            await self._store.note(operation.id, operation.created_ms)
+        return Outcome(operation, verdict == "created")
 
 
 def _decoded(text: str) -> Operation | None:

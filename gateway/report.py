@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from gateway import logs
 from gateway.errors import StoreUnavailable
 from gateway.ledger import Ledger
 from gateway.registry import Registry
 from gateway.store import Store
-from policies.wire import GatewayReport
+from policies.wire import GatewayReport, Held, ModelLoad
 
 PERIOD_S = 1.0
 _CALM_S = 0.02
@@ -34,6 +34,8 @@ class Reporter:
         self._peers: Mapping[str, GatewayReport] = {}
         self._edge = asyncio.Event()
         self._writing = asyncio.Lock()
+        self.waiting: Callable[[], Sequence[Held]] = lambda: ()
+        """Some of the requests that are held here."""
 
     @property
     def gateways(self) -> int:
@@ -64,6 +66,22 @@ class Reporter:
                 total[incarnation] = total.get(incarnation, 0) + count
         return total
 
+    def load(self, model: str) -> ModelLoad:
+        """Requests for the model over all gateways."""
+        loads = [report.models[model] for report in self._peers.values() if model in report.models]
+        loads.append(self._ledger.load(model))
+        return ModelLoad(
+            held=sum(load.held for load in loads),
+            inflight=sum(load.inflight for load in loads),
+            rejected=sum(load.rejected for load in loads),
+            arrivals=sum(load.arrivals for load in loads),
+        )
+
+    def held(self) -> Sequence[Held]:
+        """Some of the requests that are held, over all gateways; who has waited longest first."""
+        others = (one for report in self._peers.values() for one in report.waiting)
+        return sorted((*self.waiting(), *others), key=lambda one: -one.waited_s)
+
     def kick(self) -> None:
         """Something changed that somebody may wait for."""
         self._edge.set()
@@ -82,6 +100,7 @@ class Reporter:
                 models=self._ledger.loads(),
                 replicas=self._ledger.replicas(),
                 draining=self.draining,
+                waiting=tuple(self.waiting()),
             )
             try:
                 await self._store.report(report, suspicions, edge=edge)

@@ -123,6 +123,9 @@ TABLE: tuple[Route, ...] = (
     _own("GET", "/ready", "ready", "New requests may be sent here"),
     _own("GET", "/metrics", "metrics", "Metrics for Prometheus"),
     _own("GET", "/openapi.json", "openapi", "This description"),
+    _own("GET", "/console", "console.page", "The operator's console, a page for browsers"),
+    _own("GET", "/console/{asset}", "console.asset", "What that page is made of"),
+    _admin("GET", "/overview", "admin.overview", "Everything at a glance; waits for news"),
     _admin("GET", "/models", "admin.models", "Models, their state and demand"),
     _admin("GET", "/replicas", "admin.replicas", "Records of all replicas"),
     _admin("GET", "/snapshots", "admin.snapshots", "What each host has"),
@@ -133,6 +136,8 @@ TABLE: tuple[Route, ...] = (
     _admin("POST", "/reload", "admin.reload", "Read the configuration again"),
     _admin("POST", "/restart", "admin.restart", "Let successors take the workers' places"),
     _admin("GET", "/operations/{id}", "admin.operation", "Follow an operation"),
+    _admin("POST", "/tasks", "admin.create_task", "Ask one host's restorer for something"),
+    _admin("GET", "/tasks/{id}", "admin.task", "Follow a task; its result"),
 )
 
 _CONTROL = frozenset(
@@ -146,7 +151,11 @@ _CONTROL = frozenset(
 )
 """Only for the wording of a 404: these are refused because they are not in the table, like everything else."""
 
-_NAMES: Mapping[str, str] = {"{name}": r"(?P<name>.+)", "{id}": r"(?P<id>[A-Za-z0-9_-]+)"}
+_NAMES: Mapping[str, str] = {
+    "{name}": r"(?P<name>.+)",
+    "{id}": r"(?P<id>[A-Za-z0-9_-]+)",
+    "{asset}": r"(?P<asset>[a-z]+\.[a-z]+)",
+}
 
 
 def _by_path() -> dict[str, dict[str, Route]]:

@@ -25,7 +25,8 @@ from gateway.errors import StoreUnavailable
 from gateway.permits import SETTLE_S, TENURE_S, TTL_S, Grant, Wish, payload
 from policies.limits import SHARE, Claim, Settled
 from policies.replica import Replica
-from policies.wire import REPORT_TTL_MS, SCHEMA, Failure, GatewayReport, Hint, HostReport, Keys, Operation, StageKey
+from policies.tasks import MAX_TASKS, TASK_TTL_S, Progress, Task
+from policies.wire import RECENT, REPORT_TTL_MS, SCHEMA, Failure, GatewayReport, Hint, HostReport, Keys, Operation, StageKey
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -160,6 +161,53 @@ class Store:
         with _translated():
             text = await self._client.get(self.keys.operation(id))
         return _decoded(Operation, text) if text else None
+
+    async def create_task(self, task: Task) -> bool:
+        """Ask one host's restorer; False when too much waits for it already."""
+        keys = self.keys
+        with _translated():
+            if await self._client.llen(keys.host_tasks(task.host)) >= MAX_TASKS:
+                return False
+            pipe = self._client.pipeline(transaction=True)
+            pipe.set(keys.task(task.id), task.model_dump_json(), ex=TASK_TTL_S)
+            pipe.lpush(keys.host_tasks(task.host), task.id)
+            pipe.expire(keys.host_tasks(task.host), TASK_TTL_S)
+            pipe.publish(keys.events, Hint(task=task.id).model_dump_json())
+            await pipe.execute()
+        return True
+
+    async def task(self, id: str) -> Task | None:
+        with _translated():
+            text = await self._client.get(self.keys.task(id))
+        return _decoded(Task, text) if text else None
+
+    async def note(self, id: str, created_ms: int) -> None:
+        """This operation or task shall be listed among the recent ones."""
+        pipe = self._client.pipeline(transaction=True)
+        pipe.zadd(self.keys.recent, {id: created_ms})
+        pipe.zremrangebyrank(self.keys.recent, 0, -RECENT - 1)
+        with _translated():
+            await pipe.execute()
+
+    async def recent(self, most: int) -> tuple[Sequence[Operation], Sequence[Task]]:
+        """The latest operations and tasks that are still remembered, the newest first."""
+        with _translated():
+            ids = await self._client.zrevrange(self.keys.recent, 0, most - 1)
+            both = [self.keys.operation(id) for id in ids] + [self.keys.task(id) for id in ids]
+            texts = await self._client.mget(both) if both else []
+        operations = [_decoded(Operation, text) for text in texts[: len(ids)] if text]
+        tasks = [_decoded(Task, text) for text in texts[len(ids) :] if text]
+        return [one for one in operations if one is not None], [one for one in tasks if one is not None]
+
+    async def progress(self, hosts: Sequence[str]) -> Sequence[Progress]:
+        """What goes on at these hosts."""
+        pipe = self._client.pipeline(transaction=False)
+        for host in hosts:
+            pipe.hvals(self.keys.progress(host))
+        with _translated():
+            found = await pipe.execute() if hosts else []
+        told = [_decoded(Progress, text) for texts in found for text in texts]
+        return sorted((one for one in told if one is not None), key=lambda one: one.begun_ms)
 
     async def run(self, command: str, model: str, arguments: Mapping[str, object], *, group: str = "") -> tuple[str, str]:
         """Run one command of operations.lua; its verdict, and what comes with it as JSON (or nothing)."""

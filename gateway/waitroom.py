@@ -8,6 +8,7 @@ waiter that has left is never granted and counts nowhere. Knows nothing of HTTP;
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -20,7 +21,7 @@ from policies.balance import Candidate, choose
 from policies.config import Config
 from policies.fair import FairQueue, Share
 from policies.replica import Replica
-from policies.wire import Failure
+from policies.wire import MAX_WAITING, Failure, Held
 
 _PROMISES = frozenset(("model_loading", "cold_start_timeout"))
 """Refusals after which the client comes back for the very replica that is on its way: they stay demand for a while."""
@@ -159,6 +160,23 @@ class Waitroom:
     def position(self, claim: Claim) -> int:
         queue = self._queues.get(claim.ticket.model)
         return 0 if queue is None or claim.place is None else queue.position(claim.place)
+
+    def waiting(self) -> Sequence[Held]:
+        """Some of those who wait, at most MAX_WAITING, for people to look at."""
+        found = itertools.islice((claim for queue in self._queues.values() for claim in queue), MAX_WAITING)
+        return [self._shown(claim) for claim in found]
+
+    def _shown(self, claim: Claim) -> Held:
+        ticket, position = claim.ticket, self.position(claim)
+        eta_s = self._expected(ticket.model, position)
+        waited_s = ticket.waited_s + self._loop.time() - claim.since
+        return Held(
+            model=ticket.model,
+            tenant=ticket.tenant,
+            position=position,
+            waited_s=round(waited_s, 1),
+            eta_s=None if eta_s is None else round(eta_s, 1),
+        )
 
     def leave(self, claim: Claim) -> None:
         """Out of the queue, or out of the slot, which the next in line gets at once."""

@@ -19,6 +19,7 @@ from policies.holding import Bounds, Hold
 from policies.scalars import Bytes, Count, PositiveSeconds, Seconds, Section
 from policies.schedule import Window
 from policies.tenancy import Tenant
+from policies.trust import Trust
 
 _MODEL_NAME = re.compile(r"[^\s\x00-\x1f\x7f#]{1,200}")
 
@@ -207,6 +208,8 @@ class Gateway(Section):
     cors: Cors = Cors()
     access_log: bool = True
     """One JSON line for each request, probes and scrapes aside, on standard output; never a prompt or a key."""
+    console: bool = True
+    """Serve the operator's console at /console: a page that asks for the admin token."""
     hold: Bounds = Bounds(max_requests=10_000, max_bytes=512 << 20)
     """Bounds over all models together, in each worker."""
     drain_s: Seconds = 30.0
@@ -262,6 +265,8 @@ class Config(Section):
     """Who may ask. None: there are no API keys and everybody is one tenant."""
     groups: Mapping[str, Group] = {}
     """Models that exclude each other: each names its group."""
+    trust: Trust = Trust()
+    """Whose snapshots may be restored on this host, and what may be in them."""
     state_dir: Annotated[str, Field(pattern="^/")] = "/var/lib/rewake"
     """Snapshots, engine logs and verification stamps; on a disk with room for them."""
     run_dir: Annotated[str, Field(pattern="^/")] = "/run/rewake"

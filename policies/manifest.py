@@ -42,6 +42,9 @@ class Gpu(_Record):
     mig: bool | None
     """It is split into instances, which cannot be checkpointed."""
     persistence: bool | None
+    ecc: bool | None = None
+
+    OPTIONAL = frozenset({"ecc"})
 
 
 class GpuFacts(_Record):
@@ -53,6 +56,18 @@ class GpuFacts(_Record):
     """A multi-process service runs, whose clients cannot be checkpointed."""
     gpus: tuple[Gpu, ...] | None
     """Every GPU, in the order of the PCI bus."""
+    topology: str | None = None
+    """How the GPUs are linked with each other, as a class: equal strings, equal links."""
+
+    OPTIONAL = frozenset({"topology"})
+
+
+class HugePool(_Record):
+    """The pool of one size of huge pages."""
+
+    size_kib: int
+    total: int
+    free: int
 
 
 class HostFacts(_Record):
@@ -71,8 +86,54 @@ class HostFacts(_Record):
     page_size: int | None
     gpu: GpuFacts | None = None
     """None: no NVIDIA driver is here."""
+    xsave_max: int | None = None
+    """Bytes of all extended CPU state that the processor has, enabled or not (CPUID leaf 0xD, ECX)."""
+    xfeatures: int | None = None
+    """Which extended states the kernel has enabled, as a mask (CPUID leaf 0xD, EDX and EAX)."""
+    criu_features: tuple[str, ...] | None = None
+    """What CRIU can do with this kernel, of what a restore may need; sorted."""
+    cgroup: str | None = None
+    """``v1``, ``v2`` or ``hybrid``."""
+    io_uring: int | None = None
+    """``kernel.io_uring_disabled``: 0 for all, 1 for a group, 2 for nobody; 0 where the kernel has no such switch."""
+    ptrace_scope: int | None = None
+    """``kernel.yama.ptrace_scope``; 0 where there is no Yama."""
+    pid_max: int | None = None
+    nofile: int | None = None
+    """The highest limit of open files that the restorer can give an engine."""
+    memlock: int | None = None
+    """Bytes that the restorer can let an engine lock; :data:`UNLIMITED` where there is no limit."""
+    memory_bytes: int | None = None
+    shm_bytes: int | None = None
+    """What a box's /dev/shm may hold."""
+    hugepages: tuple[HugePool, ...] | None = None
+    """By size; empty: this kernel has none."""
+    time_namespace: bool | None = None
+    """CRIU restores the monotonic clock by one."""
 
-    OPTIONAL = frozenset({"gpu"})
+    OPTIONAL = frozenset(
+        {"gpu", "xsave_max", "xfeatures", "criu_features", "cgroup", "io_uring", "ptrace_scope", "pid_max", "nofile", "memlock"}
+        | {"memory_bytes", "shm_bytes", "hugepages", "time_namespace"}
+    )
+
+
+UNLIMITED = (1 << 63) - 1
+"""A limit that there is not."""
+
+
+class Needs(_Record):
+    """What the donor took of its host when it was dumped: a restore takes as much again."""
+
+    memory_bytes: int
+    """Resident memory of all its processes, what they share counted once."""
+    shm_bytes: int
+    """In /dev/shm."""
+    hugepages: Mapping[str, int]
+    """Size in KiB -> pages."""
+    nofile: int
+    """The highest limit of open files among its processes."""
+    memlock: int
+    """The highest limit of locked memory among its processes, in bytes."""
 
 
 class Profile(_Record):
@@ -122,6 +183,10 @@ class MappedFile(_Record):
     path: str
     bytes: int
     sha256: str
+    build_id: str | None = None
+    """Hex; what its linker named it, if it is an ELF file with a name."""
+
+    OPTIONAL = frozenset({"build_id"})
 
 
 class Exchange(_Record):
@@ -206,10 +271,19 @@ class Manifest(_Record):
     """Bytes handed to the file system while it was made."""
     gpu: GpuState | None = None
     """None: the engine used no GPU."""
+    needs: Needs | None = None
+    secrets: tuple[str, ...] | None = None
+    """What in the donor's environment and command is a secret by its name (:mod:`policies.secrets`); never a value. None: a
+    snapshot of an earlier version, whose donor was not looked at."""
+    engine_version: str | None = None
+    """What the engine says of itself; only shown: what is compared are its files."""
+    model_revision: str | None = None
+    """The revision that the paths of the weights name; only shown: what is compared are their hashes."""
+
     chunks: ChunkIndex | None = None
     """None: made as format 1, before there were lists of chunks."""
 
-    OPTIONAL = frozenset({"gpu", "chunks"})
+    OPTIONAL = frozenset({"gpu", "needs", "secrets", "engine_version", "model_revision", "chunks"})
 
     @property
     def id(self) -> str:

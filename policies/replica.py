@@ -120,6 +120,8 @@ class Stage(BaseModel):
     bytes: int | None = None
     tier: str | None = None
     """What the bytes were read from or written to: ``memory``, ``page cache``, ``disk``."""
+    begun_ms: int = 0
+    """Wall-clock time of its beginning, for people; 0 when nobody noted it."""
 
 
 class Replica(BaseModel):

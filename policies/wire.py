@@ -24,6 +24,10 @@
     :hosts / :host:{name}         set, string (expires)   HostReport                   that restorer
     :journal                      list    Trail: the last attempts that ended, newest first   restorers push
     :suspects                     hash    incarnation -> reason                        gateway adds, its restorer removes
+    :recent                       zset    operation or task id -> ms it was made at    gateway; the last RECENT stay
+    :task:{id}                    string  Task; expires                                gateway creates, restorer settles
+    :tasks:{host}                 list    ids of tasks that its restorer has not taken gateway adds, restorer takes
+    :progress:{host}              hash    job or task id -> Progress; expires          that restorer
     :events                       pubsub  Hint: a record changed, read it again        everyone
 
 Events hint, records rule: a lost message costs a moment (readers re-read every few seconds), never a wrong state.
@@ -46,6 +50,10 @@ REPORT_TTL_MS = 6_000
 OPERATION_TTL_S = 86_400
 REJECTED_DEMAND_S = 30.0
 """A request that was turned away counts as demand for this long, so that the start it asked for is not cancelled."""
+RECENT = 64
+"""Operations and tasks that can be listed."""
+MAX_WAITING = 32
+"""Held requests that one gateway's report names."""
 
 
 class Keys:
@@ -63,6 +71,7 @@ class Keys:
         self.journal = f"{namespace}:journal"
         self.suspects = f"{namespace}:suspects"
         self.preloaded = f"{namespace}:preloaded"
+        self.recent = f"{namespace}:recent"
         self.events = f"{namespace}:events"
 
     def operation(self, id: str) -> str:
@@ -103,6 +112,15 @@ class Keys:
 
     def host(self, name: str) -> str:
         return f"{self.prefix}:host:{name}"
+
+    def task(self, id: str) -> str:
+        return f"{self.prefix}:task:{id}"
+
+    def host_tasks(self, host: str) -> str:
+        return f"{self.prefix}:tasks:{host}"
+
+    def progress(self, host: str) -> str:
+        return f"{self.prefix}:progress:{host}"
 
 
 COLD = "cold"
@@ -230,6 +248,17 @@ class ModelLoad(_Record):
         return self.held + self.inflight + self.rejected
 
 
+class Held(_Record):
+    """One request that waits, as an operator sees it."""
+
+    model: str
+    tenant: str
+    position: int
+    """At its gateway; 1 is next."""
+    waited_s: float
+    eta_s: float | None
+
+
 class GatewayReport(_Record):
     """What one gateway worker says of itself, every second and at once when something turns to or from zero."""
 
@@ -240,6 +269,8 @@ class GatewayReport(_Record):
     replicas: Mapping[str, int]
     """incarnation -> requests in flight; absent means 0."""
     draining: bool = False
+    waiting: tuple[Held, ...] = ()
+    """The first MAX_WAITING of those that are held; their number is in ``models``."""
 
 
 class SnapshotSummary(_Record):
@@ -252,7 +283,12 @@ class SnapshotSummary(_Record):
     fits: bool
     """It fits the host that reports it, and the model's present settings."""
     quarantined: str | None = None
+    signature: str = ""
+    """What its signatures are worth to the host that reports it."""
     mismatches: tuple[str, ...] = ()
+    engine: str = ""
+    cold_start_s: float = 0.0
+    """What the donor's start took, from exec to its first token."""
 
 
 class HostReport(_Record):
@@ -284,3 +320,7 @@ class Hint(_Record):
     """Somebody waits for permits of this pool, or gave some back."""
     debtor: str | None = None
     """This tenant has just used more tokens than it had."""
+    task: str | None = None
+    """A task was made, or settled."""
+    progress: str | None = None
+    """The restorer of this host has got on with something."""

@@ -14,6 +14,8 @@ from pathlib import Path
 from policies.config import Config, Model
 from restorer import embedded, gpudoctor, probes, rundir
 from restorer.errors import Environment
+from restorer.keyring import KeyRing
+from restorer.ownership import way_to
 from restorer.probes import Finding
 
 _DEADLINE_S = 40.0
@@ -46,6 +48,8 @@ async def examine(config: Config) -> list[Finding]:
         "gpu": probes.gpu(),
         "account": asyncio.to_thread(account, config),
         "run_dir": asyncio.to_thread(run_dir, config),
+        "ownership": asyncio.to_thread(ownership, config),
+        "trust": asyncio.to_thread(trust, config),
     }
     gpus = asyncio.create_task(_gpus(config))
     found = await asyncio.gather(*(_within(name, check) for name, check in checks.items()))
@@ -96,6 +100,29 @@ def run_dir(config: Config) -> Finding:
     if not os.access(nearest, os.W_OK | os.X_OK):
         return Finding("run_dir", "fail", f"{nearest} is not writable", "run as root, or set run_dir to a folder of yours")
     return Finding("run_dir", "ok", str(place))
+
+
+def ownership(config: Config) -> Finding:
+    """Nobody but us can change what is restored."""
+    folders = [Path(config.state_dir, name) for name in ("", "snapshots", "weights")]
+    found = list(dict.fromkeys(one for folder in folders for one in way_to(folder)))
+    if found:
+        return Finding("ownership", "fail", f"{found[0].path}: {found[0].found}; nothing is restored from there", found[0].remedy)
+    return Finding("ownership", "ok", f"only root and uid {os.geteuid()} can change what is in {config.state_dir}")
+
+
+def trust(config: Config) -> Finding:
+    """Snapshots are signed, and the keys can be used."""
+    ring = KeyRing(config.trust)
+    if ring.trust.demand == "off":
+        found = "signatures are not looked at: whoever can write snapshots can run anything as root"
+        return Finding("trust", "warn", found, "make a key with `rewake snapshot key FILE` and name it in trust.sign_with")
+    keys, faults = ring.trusted()
+    if faults or not keys:
+        fault = "; ".join(faults) or "no key is in trust.keys"
+        return Finding("trust", "fail", fault, "mend that, or snapshots of such keys are refused")
+    signs = f", new snapshots are signed by {ring.signer().id}" if ring.trust.sign_with else ", nothing is signed here"
+    return Finding("trust", "ok", f"{ring.trust.demand}: {', '.join(sorted(keys))}{signs}")
 
 
 def _model(name: str, model: Model) -> Iterator[Finding]:

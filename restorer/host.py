@@ -25,11 +25,17 @@ from restorer.criu import Criu
 from restorer.cuda import Cuda
 from restorer.errors import RestorerError
 from restorer.gpus import Gpus
+from restorer.integrity import MANIFEST
 from restorer.jobs import JobStore
 from restorer.journal import Hook, Journals
+from restorer.ownership import way_to
 from restorer.probes import MINIMUM_CRIU
+from restorer.progress import ProgressBoard
+from restorer.remains import Remains
+from restorer.signatures import Judge
 from restorer.snapshots import SnapshotStore
 from restorer.stamps import Stamps
+from restorer.statefolder import judge_of, stamps_of
 from restorer.weights import WeightsStore
 
 log = logging.getLogger("rewake.restorer")
@@ -45,6 +51,8 @@ class Match:
     refused: dict[str, list[compat.Mismatch]]
     """Snapshots of this model that do not fit, and every reason of each."""
     quarantined: dict[str, str]
+    allowed: tuple[compat.Mismatch, ...] = ()
+    """What of the chosen one is not as it should be, and a policy lets pass."""
 
     @property
     def why(self) -> str:
@@ -92,6 +100,10 @@ class Host:
     """None: CRIU does not work here, so every start is a cold one."""
     capability: str
     """How CRIU was found, or what is missing."""
+    progress: ProgressBoard
+    remains: Remains
+    judge: Judge
+    """What signatures are worth under the configuration in force."""
     backends: Mapping[str, Backend] = field(default_factory=dict)
     """By their names."""
     news: News = field(default_factory=News)
@@ -111,6 +123,8 @@ class Host:
         """Put another configuration in force."""
         self._gone.update({name: model for name, model in self.config.models.items() if name not in config.models})
         self.config = config
+        self.judge = judge_of(config)
+        self.snapshots.sign = self.judge.keys.sign
 
     async def find_gpus(self) -> None:
         """Ask the driver, if there is one, what GPUs this host has; called once, before anything is started."""
@@ -136,6 +150,7 @@ class Host:
         except RestorerError as error:
             log.warning("box %s is ended without a checkpoint of its GPU state: %s", box.id, error)
         finally:
+            await asyncio.to_thread(self.remains.keep, box)
             await self.boxes.discard(box)
             self.gpus.release(box.id)
 
@@ -144,8 +159,26 @@ class Host:
         here = profile.resolve(name, self.model(name), self.stamps)
         mine = [manifest for manifest in self.snapshots.list() if manifest.profile.model == name]
         quarantined = {m.id: reason for m in mine if (reason := self.snapshots.quarantined(m.id)) is not None}
-        best, refused = compat.newest_fit([m for m in mine if m.id not in quarantined], here, self.facts)
-        return Match(here, best, refused, quarantined)
+        distrusted = {m.id: found for m in mine if m.id not in quarantined and (found := self.distrust(m))}
+        trusted = [m for m in mine if m.id not in quarantined and m.id not in distrusted]
+        best, unfit = compat.newest_fit(trusted, here, self.facts)
+        return Match(here, best, distrusted | unfit, quarantined, () if best is None else self._allowed(best))
+
+    def distrust(self, manifest: Manifest) -> list[compat.Mismatch]:
+        """Why a snapshot must not be restored, whatever is in it: others could have changed it, or nobody trusted signed it.
+
+        Blocks; cheap when nothing has changed.
+        """
+        folder = self.snapshots.folder(manifest.id)
+        found = [compat.Mismatch(one.path, "writable by us alone", one.found, one.remedy) for one in way_to(folder / MANIFEST)]
+        verdict = self.judge.judge(folder, manifest)
+        if verdict.mismatch is not None and not verdict.allowed:
+            found.append(verdict.mismatch)
+        return found
+
+    def _allowed(self, manifest: Manifest) -> tuple[compat.Mismatch, ...]:
+        verdict = self.judge.judge(self.snapshots.folder(manifest.id), manifest)
+        return () if verdict.mismatch is None else (verdict.mismatch,)
 
     def summaries(self) -> tuple[SnapshotSummary, ...]:
         """Every snapshot as the admin API lists it. Blocks."""
@@ -158,11 +191,12 @@ class Host:
                     matches[name] = self.match(name)
                 except RestorerError as error:
                     matches[name] = error
-            found.append(_summary(manifest, matches.get(name), self.snapshots.quarantined(manifest.id)))
+            signature = str(self.judge.judge(self.snapshots.folder(manifest.id), manifest))
+            found.append(_summary(manifest, matches.get(name), self.snapshots.quarantined(manifest.id), signature))
         return tuple(found)
 
 
-def _summary(manifest: Manifest, match: Match | RestorerError | None, quarantined: str | None) -> SnapshotSummary:
+def _summary(manifest: Manifest, match: Match | RestorerError | None, quarantined: str | None, signature: str) -> SnapshotSummary:
     if match is None:
         reasons = ["its model is not in the configuration"]
     elif isinstance(match, RestorerError):
@@ -176,7 +210,10 @@ def _summary(manifest: Manifest, match: Match | RestorerError | None, quarantine
         bytes=manifest.bytes,
         fits=not reasons and quarantined is None,
         quarantined=quarantined,
+        signature=signature,
         mismatches=tuple(reasons),
+        engine=manifest.profile.engine,
+        cold_start_s=manifest.cold_start_s,
     )
 
 
@@ -190,17 +227,19 @@ def build(config: Config, store_url: str, hook: Hook | None = None) -> Host:
     for folder in (state, run):
         folder.mkdir(parents=True, exist_ok=True)
     binary, capability = find_criu(config.restorer.criu)
-    stamps = Stamps(state / "stamps.json")
+    stamps = stamps_of(config, "stamps.json")
     name = socket.gethostname()
+    judge = judge_of(config)
     helper = Cuda(cuda.command(config.restorer.gpu_helper))
+    jobs = JobStore(store_url, config.store.namespace, name)
     criu = None if binary is None else Criu(binary, config.restorer.criu_timeout_s)
     return Host(
         config=config,
         name=name,
-        jobs=JobStore(store_url, config.store.namespace, name),
+        jobs=jobs,
         boxes=BoxFactory(run_dir=run, state_dir=state, network=config.restorer.network, spare=config.restorer.parallel_starts),
         stamps=stamps,
-        snapshots=SnapshotStore(state / "snapshots", stamps),
+        snapshots=SnapshotStore(state / "snapshots", stamps, judge.keys.sign),
         weights=WeightsStore(state / "weights", stamps),
         journals=Journals(state / "journal", hook),
         cuda=helper,
@@ -208,6 +247,9 @@ def build(config: Config, store_url: str, hook: Hook | None = None) -> Host:
         facts=hostfacts.probe(binary),
         criu=criu,
         capability=capability,
+        progress=ProgressBoard(jobs),
+        remains=Remains(state / "ended"),
+        judge=judge,
         backends=backends.build(criu, capability),
     )
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from policies.manifest import Manifest, SnapshotObject
-from restorer import chunks
+from restorer import chunks, signatures
+from restorer.ownership import exposed
 from restorer.stamps import Stamps
 
 MANIFEST = "manifest.json"
@@ -94,7 +95,7 @@ def shape(folder: Path, item: SnapshotObject) -> Fault | None:
 def _ownership(name: str, facts: os.stat_result) -> Fault | None:
     if facts.st_uid != os.geteuid():
         return Fault(name, f"owner {os.geteuid()}", f"owner {facts.st_uid}")
-    if facts.st_mode & 0o022:
+    if exposed(name, facts) is not None:
         return Fault(name, "writable by its owner alone", f"mode {stat.S_IMODE(facts.st_mode):04o}")
     return None
 
@@ -112,5 +113,9 @@ def strangers(folder: Path, manifest: Manifest) -> Iterator[Fault]:
             yield fault
         for name in [*names, *(name for name in folders if Path(parent, name).is_symlink())]:
             path = os.path.normpath(os.path.join(relative, name))
-            if path not in expected:
+            if path == MANIFEST or (relative == signatures.FOLDER and signatures.NAME.fullmatch(name)):
+                fault = _ownership(path, os.lstat(os.path.join(parent, name)))
+                if fault is not None:
+                    yield fault
+            elif path not in expected:
                 yield Fault(path, "nothing of this name", stat.filemode(os.lstat(os.path.join(parent, name)).st_mode))

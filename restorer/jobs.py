@@ -23,6 +23,7 @@ from redis.exceptions import RedisError
 
 from policies.journal import Trail
 from policies.replica import TERMINAL, Replica, State
+from policies.tasks import PROGRESS_TTL_S, TASK_TTL_S, Progress, Task
 from policies.wire import (
     COLD,
     OPERATION_TTL_S,
@@ -270,6 +271,40 @@ class JobStore:
             gone = before - {job.model for job in jobs if job.reason == "preload"}
             if gone:
                 await self._client.srem(self.keys.preloaded, *gone)
+
+    async def take_task(self) -> Task | None:
+        """The next task for this host; None when there is none. Nobody else gets it."""
+        with _translated():
+            while (id := await self._client.rpop(self.keys.host_tasks(self.host))) is not None:
+                text = await self._client.get(self.keys.task(id))
+                if text and (task := _decoded(Task, text)) is not None:
+                    return task
+        return None
+
+    async def settle_task(self, task: Task) -> None:
+        """A task's answer, for whoever asked."""
+        pipe = self._client.pipeline(transaction=True)
+        pipe.set(self.keys.task(task.id), task.model_dump_json(), ex=TASK_TTL_S)
+        pipe.publish(self.keys.events, Hint(task=task.id).model_dump_json())
+        with _translated():
+            await pipe.execute()
+
+    async def tell_progress(self, progress: Progress) -> None:
+        """What goes on here, for who watches."""
+        key = self.keys.progress(self.host)
+        pipe = self._client.pipeline(transaction=True)
+        pipe.hset(key, progress.id, progress.model_dump_json())
+        pipe.expire(key, PROGRESS_TTL_S)
+        pipe.publish(self.keys.events, Hint(progress=self.host).model_dump_json())
+        with _translated():
+            await pipe.execute()
+
+    async def forget_progress(self, id: str = "") -> None:
+        """It is over; without an id: all of this host's."""
+        key = self.keys.progress(self.host)
+        with _translated():
+            await (self._client.hdel(key, id) if id else self._client.delete(key))
+            await self._client.publish(self.keys.events, Hint(progress=self.host).model_dump_json())
 
     async def hints(self) -> AsyncIterator[Hint | None]:
         """Hints as they come, and None about every second without one. Ends never; raises when the store is lost."""

@@ -46,8 +46,8 @@ _PASSING = ("tool", "transient", "environment")
 class Attempt:
     """One try of a START job: its record, its journal and its clock."""
 
-    def __init__(self, host: Host, claim: Claim, journal: Journal) -> None:
-        self.host, self.claim, self.journal, self.stages = host, claim, journal, Stages(journal)
+    def __init__(self, host: Host, claim: Claim, stages: Stages, journal: Journal) -> None:
+        self.host, self.claim, self.stages, self.journal = host, claim, stages, journal
         model = host.model(claim.job.model)
         self.engine = adapter(claim.job.model, model)
         self.record = Replica(
@@ -97,13 +97,15 @@ class _Ending:
 
 
 @contextlib.asynccontextmanager
-async def _journaled(host: Host, claim: Claim) -> AsyncIterator[tuple[Journal, _Ending]]:
+async def _journaled(host: Host, claim: Claim) -> AsyncIterator[tuple[Journal, Stages, _Ending]]:
     """The journal of an attempt, closed at its end; what could not be undone keeps it open, for another try."""
     job = claim.job
     what = {"operation": job.operation, "job": job.id, "kind": job.kind.value, "model": job.model, "replica": job.replica}
     journal, ending = host.journals.begin(**what, attempt=claim.attempts, host=host.name), _Ending()
+    stages = host.progress.stages(job)
+    stages.journal = journal
     try:
-        yield journal, ending
+        yield journal, stages, ending
     finally:
         await asyncio.shield(_closed(host, journal, ending))
 
@@ -127,8 +129,8 @@ async def start(host: Host, claim: Claim, replicas: Replicas) -> None:
         LeaseLost: somebody else has the job now; everything was undone.
         StoreUnavailable: the outcome could not be written; everything was undone, the job comes back when the lease ends.
     """
-    async with _journaled(host, claim) as (journal, ending):
-        attempt = Attempt(host, claim, journal)
+    async with _journaled(host, claim) as (journal, stages, ending):
+        attempt = Attempt(host, claim, stages, journal)
         try:
             async with unwinding(host, journal):
                 await attempt.advance(Event.CLAIM)
@@ -212,7 +214,7 @@ async def _restored_or_cold(attempt: Attempt, match: Match, manifest: Manifest, 
     host, claim = attempt.host, attempt.claim
     try:
         async with unwinding(host, attempt.journal):
-            return await _restored(attempt, manifest)
+            return await _restored(attempt, match, manifest)
     except (Cancelled, LeaseLost, StoreUnavailable):
         raise
     except RestorerError as error:
@@ -226,9 +228,11 @@ async def _restored_or_cold(attempt: Attempt, match: Match, manifest: Manifest, 
         return await _cold(attempt, match, event, f"restore of snapshot {manifest.id} failed: {error}")
 
 
-async def _restored(attempt: Attempt, manifest: Manifest) -> Instance:
+async def _restored(attempt: Attempt, match: Match, manifest: Manifest) -> Instance:
     """An engine out of a snapshot that has repeated its donor's answers, in a box of its own."""
     host = attempt.host
+    for mismatch in match.allowed:
+        log.warning("snapshot %s is restored all the same: %s", manifest.id, mismatch)
     await _verify_bytes(attempt, manifest)
     box = await fresh_box(host, attempt.stages)
     placement = await _placed(attempt, box, manifest.gpu)
@@ -253,6 +257,8 @@ async def _placed(attempt: Attempt, box: Box, state: GpuState | None) -> Placeme
     Args:
         state: of the snapshot to restore; None: the engine starts cold, and takes what it finds.
     """
+    # Whose logs these are, should it fail; see restorer/remains.py.
+    box.facts.update(model=attempt.record.model, replica=attempt.record.id)
     need, prefer = (0, ()) if state is None else (gpustate.need_bytes(state), state.used)
     return await _leased(attempt.host, box, attempt.engine, attempt.stages, need, prefer)
 
@@ -278,7 +284,7 @@ async def _verify_bytes(attempt: Attempt, manifest: Manifest) -> None:
     host = attempt.host
     with attempt.stages.timed("verify bytes") as stage:
         stage.bytes = manifest.bytes
-        faults = list(await asyncio.to_thread(host.snapshots.verify, manifest.id, full=False))
+        faults = list(await asyncio.to_thread(host.snapshots.verify, manifest, full=False))
         if manifest.gpu is not None:
             faults += await asyncio.to_thread(host.weights.verify, manifest.gpu.weights)
         if faults:
@@ -365,12 +371,11 @@ async def make_snapshot(host: Host, claim: Claim) -> None:
     """
     assert claim.job.kind is JobKind.SNAPSHOT
     name = claim.job.model
-    async with _journaled(host, claim) as (journal, ending):
+    async with _journaled(host, claim) as (journal, stages, ending):
         try:
             await _bounded(host, claim)
             if (obstacle := host.backend(name).obstacle()) is not None:
                 raise SnapshotError(f"no snapshot can be made on this host: {obstacle}")
-            stages = Stages(journal)
             async with unwinding(host, journal):
                 with stages.timed("match"):
                     match = await asyncio.to_thread(host.match, name)

@@ -16,12 +16,15 @@ import typer
 
 from policies.config import Config
 from policies.manifest import Manifest
+from policies.trust import shown
 from restorer.commands import OK, AsJson, ConfigFile, NoWait, Timeout, finish, model_named
 from restorer.console import bytes_bar, on_gpu, print_json, print_table, size, when
 from restorer.errors import SnapshotError
 from restorer.operator import FAILED, Admin, Failed, load
+from restorer.signatures import Judge
 from restorer.snapshots import SnapshotStore, verify_files, verify_weights
 from restorer.stamps import Stamps
+from restorer.statefolder import judge_of, stamps_of
 
 snapshots = typer.Typer(no_args_is_help=True, help="Make, list, verify and remove snapshots.")
 _ID = re.compile(r"[0-9a-f]{16}")
@@ -39,8 +42,9 @@ def create(model: str, config: ConfigFile = None, no_wait: NoWait = False, timeo
 @snapshots.command("ls")
 def ls(config: ConfigFile = None, json_: AsJson = False) -> None:
     """List the snapshots of this host."""
-    store = _store(load(config)[1])
-    found = [_summary(store, manifest) for manifest in store.list()]
+    parsed = load(config)[1]
+    store, judge = store_of(parsed), judge_of(parsed)
+    found = [_summary(store, manifest, judge) for manifest in store.list()]
     whole = {summary["id"] for summary in found}
     for id in sorted(path.name for path in store.root.iterdir() if _ID.fullmatch(path.name)):
         if id not in whole:
@@ -53,14 +57,18 @@ def ls(config: ConfigFile = None, json_: AsJson = False) -> None:
 @snapshots.command("show")
 def show(id: str, config: ConfigFile = None, json_: AsJson = False) -> None:
     """Print what a snapshot is: by its ID, or by the beginning of it."""
-    store = _store(load(config)[1])
+    parsed = load(config)[1]
+    store, judge = store_of(parsed), judge_of(parsed)
     manifest = store.load(id)
+    verdict = judge.judge(store.folder(manifest.id), manifest)
     if json_:
         reason = store.quarantined(manifest.id)
-        return print_json({"id": manifest.id, "quarantined": reason, "manifest": manifest.model_dump(mode="json")})
+        document = {"id": manifest.id, "quarantined": reason, "signature": shown(verdict)}
+        return print_json(document | {"manifest": manifest.model_dump(mode="json")})
     host, profile = manifest.host, manifest.profile
     rows = {
-        **dict(zip(_TITLES[1:], _row(_summary(store, manifest))[1:], strict=True)),
+        **dict(zip(_TITLES[1:], _row(_summary(store, manifest, judge))[1:], strict=True)),
+        **({"MISSING": str(verdict.mismatch)} if verdict.mismatch else {}),
         "COMMAND": shlex.join(profile.command),
         "WEIGHTS": "\n".join(f"{path} sha256 {sha256[:16]}…" for path, sha256 in profile.weights.items()) or "none listed",
         "HOST": f"{host.hostname}: {host.cpu_model}, Linux {host.kernel}, CRIU {host.criu_version}",
@@ -77,27 +85,32 @@ def show(id: str, config: ConfigFile = None, json_: AsJson = False) -> None:
 def verify(id: str, config: ConfigFile = None, json_: AsJson = False) -> None:
     """Read every byte of a snapshot, and what it needs besides, and compare it with what was committed."""
     parsed = load(config)[1]
-    store = _store(parsed)
+    store = store_of(parsed)
     manifest, began = store.load(id), time.monotonic()
+    verdict = judge_of(parsed).judge(store.folder(manifest.id), manifest)
     total = sum(item.bytes for item in manifest.objects)
     with bytes_bar(manifest.id, total) as report:
         faults = [*store.verify(manifest.id, full=True, progress=lambda done, _: report(done))]
     faults += [*verify_files(manifest, _stamps(parsed)), *verify_weights(manifest, Path(parsed.state_dir), _stamps(parsed))]
     seconds = time.monotonic() - began
     if json_:
-        print_json({"id": manifest.id, "faults": [str(fault) for fault in faults], "bytes": total, "seconds": round(seconds, 3)})
+        document = {"id": manifest.id, "faults": [str(fault) for fault in faults], "signature": shown(verdict)}
+        print_json(document | {"bytes": total, "seconds": round(seconds, 3)})
     else:
         for fault in faults:
             print(fault)
-        verdict = f"faults: {len(faults)}" if faults else "whole"
-        print(f"{manifest.id}: {verdict}; {size(total)} in {seconds:.1f} s ({total / seconds / 1e6:.0f} MB/s)")
-    raise typer.Exit(FAILED if faults else OK)
+        if verdict.mismatch is not None:
+            print(verdict.mismatch)
+        state = f"faults: {len(faults)}" if faults else "whole"
+        signature = "" if verdict.state == "not checked" else f", {verdict}"
+        print(f"{manifest.id}: {state}{signature}; {size(total)} in {seconds:.1f} s ({total / seconds / 1e6:.0f} MB/s)")
+    raise typer.Exit(FAILED if faults or not verdict.allowed else OK)
 
 
 @snapshots.command("rm")
 def rm(ids: Annotated[list[str], typer.Argument(metavar="ID...")], config: ConfigFile = None) -> None:
     """Remove snapshots, each given by its ID or the beginning of it."""
-    store = _store(load(config)[1])
+    store = store_of(load(config)[1])
     # A damaged one has no manifest to load: its whole id must be given.
     exact = [id if _ID.fullmatch(id) else store.load(id).id for id in ids]
     for id in dict.fromkeys(exact):
@@ -105,7 +118,8 @@ def rm(ids: Annotated[list[str], typer.Argument(metavar="ID...")], config: Confi
         print(f"removed {id}")
 
 
-def _store(config: Config) -> SnapshotStore:
+def store_of(config: Config) -> SnapshotStore:
+    """The snapshots of this host. Raises Failed."""
     try:
         return SnapshotStore(Path(config.state_dir) / "snapshots", _stamps(config))
     except OSError as error:
@@ -114,11 +128,12 @@ def _store(config: Config) -> SnapshotStore:
 
 def _stamps(config: Config) -> Stamps:
     """Stamps of our own: a restorer that runs now writes its file at any time."""
-    return Stamps(Path(config.state_dir) / "stamps.cli.json")
+    return stamps_of(config, "stamps.cli.json")
 
 
-def _summary(store: SnapshotStore, manifest: Manifest) -> dict[str, Any]:
+def _summary(store: SnapshotStore, manifest: Manifest, judge: Judge) -> dict[str, Any]:
     reason = store.quarantined(manifest.id)
+    verdict = judge.judge(store.folder(manifest.id), manifest)
     return {
         "id": manifest.id,
         "model": manifest.profile.model,
@@ -126,6 +141,7 @@ def _summary(store: SnapshotStore, manifest: Manifest) -> dict[str, Any]:
         "created_ms": manifest.created_ms,
         "bytes": manifest.bytes,
         "cold_start_s": manifest.cold_start_s,
+        "signature": str(verdict) if verdict.allowed else f"refused: {verdict}",
         "state": f"quarantined: {reason}" if reason else "committed",
     }
 
@@ -138,7 +154,7 @@ def _damage(store: SnapshotStore, id: str) -> str:
     return "committed just now"
 
 
-_TITLES = ["SNAPSHOT", "MODEL", "ENGINE", "MADE", "SIZE", "COLD START", "STATE"]
+_TITLES = ["SNAPSHOT", "MODEL", "ENGINE", "MADE", "SIZE", "COLD START", "SIGNATURE", "STATE"]
 _COLUMNS: Mapping[str, Callable[[Any], str]] = {
     "id": str,
     "model": str,
@@ -146,6 +162,7 @@ _COLUMNS: Mapping[str, Callable[[Any], str]] = {
     "created_ms": when,
     "bytes": size,
     "cold_start_s": "{:.1f} s".format,
+    "signature": str,
     "state": str,
 }
 

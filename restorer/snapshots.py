@@ -35,7 +35,7 @@ from types import TracebackType
 from pydantic import ValidationError
 
 from policies.manifest import FORMATS, Manifest, SnapshotObject, canonical
-from restorer import chunks
+from restorer import chunks, signatures
 from restorer.errors import SnapshotError
 from restorer.files import allocated, dig_holes, disk_space, fsync, fsync_tree, write_durable
 from restorer.integrity import FOLDERS, MANIFEST, Fault, differences, named, shape, strangers, verify_files
@@ -45,6 +45,8 @@ from restorer.weights import verify_weights
 
 __all__ = ["Fault", "SnapshotStore", "Staging", "capture_tree", "lay_tree", "verify_files", "verify_weights"]
 
+Signer = Callable[[bytes], tuple[str, bytes] | None]
+"""A manifest's bytes -> (key id, signature), or None: it is not to be signed. Raises Environment."""
 _ID = re.compile(r"[0-9a-f]{16}")
 _DIG_FROM = 1 << 20
 """Smaller files are not worth a process that looks for zeros in them."""
@@ -96,10 +98,12 @@ class SnapshotStore:
     Args:
         root: made if missing, private to the running user.
         stamps: what is known to be unchanged, so that :meth:`verify` need not read it again.
+        sign: the signature of a manifest's bytes, if what is committed is to be signed.
     """
 
-    def __init__(self, root: Path, stamps: Stamps) -> None:
+    def __init__(self, root: Path, stamps: Stamps, sign: Signer = lambda _: None) -> None:
         self.root = root
+        self.sign = sign
         self._stamps = stamps
         self._verdicts = root / "verdicts"
         self._manifests: dict[str, tuple[tuple[int, ...], Manifest]] = {}
@@ -168,10 +172,13 @@ class SnapshotStore:
         """Where a snapshot's ``images`` and ``scratch`` are."""
         return self.root / id
 
-    def verify(self, id: str, *, full: bool, progress: Callable[[int, int], None] | None = None) -> Sequence[Fault]:
+    def verify(
+        self, snapshot: str | Manifest, *, full: bool, progress: Callable[[int, int], None] | None = None
+    ) -> Sequence[Fault]:
         """Every fault of a snapshot; empty when it is as it was committed.
 
         Args:
+            snapshot: its id; or its manifest, which is believed.
             full: read every byte. Otherwise files unchanged since they were last hashed are believed (see
                 :mod:`restorer.stamps` for what that cannot see).
             progress: called from this thread with (bytes done, bytes in all).
@@ -179,7 +186,7 @@ class SnapshotStore:
         Raises:
             SnapshotError: no such snapshot, or its manifest is not what was committed.
         """
-        manifest = self.load(id)
+        manifest = snapshot if isinstance(snapshot, Manifest) else self.load(snapshot)
         folder = self.root / manifest.id
         faults = [*strangers(folder, manifest)]
         sound = []
@@ -290,14 +297,18 @@ class SnapshotStore:
         self._stamps.moved(staging.path, target)
         staging.path, staging.images, staging.scratch = target, target / "images", target / "scratch"
         fsync(self.root)
-        write_durable(target / MANIFEST, canonical(manifest))
+        data = canonical(manifest)
+        signed = self.sign(data)
+        if signed is not None:
+            signatures.write(target, *signed)
+        write_durable(target / MANIFEST, data)
         staging.committed = True
 
     def _is_debris(self, path: Path) -> bool:
         try:
             self._read(path.name)
         except SnapshotError:
-            with contextlib.suppress(OSError, ValueError, AttributeError):
+            with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
                 return bool(json.loads((path / MANIFEST).read_bytes()).get("format") in {None, *FORMATS})
             return True
         return False

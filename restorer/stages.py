@@ -1,10 +1,10 @@
-"""The steps of a start or a capture: each is journaled before it is taken, and timed: seconds, bytes, tier."""
+"""The steps of a start or a capture: each is journaled before it is taken, told to whoever watches, and timed."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from policies.journal import Undo
@@ -12,27 +12,34 @@ from policies.replica import Stage
 from restorer.journal import Journal
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Timed:
     """A stage under way; its owner may say what it moved."""
 
     name: str
     bytes: int | None = None
     tier: str | None = None
+    begun: float = field(default_factory=time.perf_counter)
+    begun_ms: int = field(default_factory=lambda: time.time_ns() // 1_000_000)
+
+    def record(self) -> Stage:
+        """As it stands now."""
+        seconds = round(time.perf_counter() - self.begun, 6)
+        return Stage(name=self.name, seconds=seconds, bytes=self.bytes, tier=self.tier, begun_ms=self.begun_ms)
 
 
 @dataclass(slots=True)
 class Stages:
-    """Finished stages, in order.
+    """Finished stages, in the order of their ends, and those under way."""
 
-    Args:
-        journal: where each is written ahead; None: what is done leaves nothing that a crash could leave behind.
-        within: the stage that these are a part of.
-    """
-
+    tell: Callable[[], None] = lambda: None
+    """Called when a stage begins and when one ends; must not block or raise."""
     journal: Journal | None = None
+    """Where each is written ahead; None: what is done leaves nothing that a crash could leave behind."""
     within: str = ""
+    """The stage that these are a part of, as their names in the journal begin."""
     done: list[Stage] = field(default_factory=list)
+    open: list[Timed] = field(default_factory=list)
 
     @contextlib.contextmanager
     def timed(self, name: str, undo: Undo | None = None) -> Iterator[Timed]:
@@ -41,30 +48,31 @@ class Stages:
         Raises:
             Environment: it cannot be journaled, and must not be taken.
         """
-        stage, begun = Timed(name), time.perf_counter()
+        stage = Timed(name)
         number = None if self.journal is None else self.journal.step(self.within + name, undo)
+        self.open.append(stage)
+        self.tell()
         try:
             yield stage
         except BaseException as error:
-            self._ended(stage, begun, number, error)
+            self._ended(stage)
+            if self.journal is not None and number is not None:
+                self.journal.failed(number, self.done[-1].seconds, error)
             raise
-        self._ended(stage, begun, number, None)
+        self._ended(stage)
+        if self.journal is not None and number is not None:
+            self.journal.done(number, self.done[-1].seconds, bytes=stage.bytes, tier=stage.tier)
 
     def parts(self, name: str) -> Stages:
         """For the steps within one step: journaled like all others, but no stages of their own."""
-        return Stages(self.journal, f"{self.within}{name}: ")
+        return Stages(journal=self.journal, within=f"{self.within}{name}: ")
 
     async def durable(self) -> None:
         """Wait until all that was journaled is on the disk: before a step whose effect outlives the machine's death."""
         if self.journal is not None:
             await self.journal.durable()
 
-    def _ended(self, stage: Timed, begun: float, number: int | None, error: BaseException | None) -> None:
-        seconds = time.perf_counter() - begun
-        self.done.append(Stage(name=stage.name, seconds=round(seconds, 6), bytes=stage.bytes, tier=stage.tier))
-        if self.journal is None or number is None:
-            return
-        if error is None:
-            self.journal.done(number, seconds, bytes=stage.bytes, tier=stage.tier)
-        else:
-            self.journal.failed(number, seconds, error)
+    def _ended(self, stage: Timed) -> None:
+        self.open.remove(stage)
+        self.done.append(stage.record())
+        self.tell()

@@ -6,6 +6,10 @@ write, truncation, rename-over, chmod or utime, and no system call sets it back,
 the file system, down to one flipped byte with its mtime put back. It does not detect what changes beneath the file system: a
 disk that returns other bits, a block device written directly, a clock set back between two writes; nor stores through a
 shared mapping on tmpfs. Only a full verification, which reads everything, finds those.
+
+What is remembered on disk is believed only under its seal: a keyed hash over all of it. Where signatures are demanded, the key
+is one of this boot's that only root can read (:func:`boot_key`): whoever can change a disk while this kernel does not watch it
+cannot forge one, and after a reboot everything is read again.
 """
 
 from __future__ import annotations
@@ -13,8 +17,11 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import errno
+import hashlib
+import hmac
 import json
 import os
+import secrets
 import stat
 import threading
 import time
@@ -27,6 +34,8 @@ from restorer.files import hash_fd, write_durable
 SETTLE_NS = 20_000_000
 """A file written within this many nanoseconds could be written again under the same ctime (which moves in ticks of up to
 10 ms), so a hash taken that early is not remembered."""
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_KEY_BYTES = 32
 THREADS = min(8, os.cpu_count() or 1)
 _FIELDS = ("dev", "ino", "size", "mtime_ns", "ctime_ns")
 Tap = Callable[[int, memoryview], None]
@@ -39,16 +48,18 @@ class Stamps:
     Args:
         path: where they are kept. A missing, torn or foreign file, or one that others can write, is the same as none:
             everything is hashed once more.
+        key: of the seal; without one it finds damage, not forgery.
         limit: entries kept; the ones longest unused are dropped.
     """
 
-    def __init__(self, path: Path, *, limit: int = 100_000) -> None:
+    def __init__(self, path: Path, *, key: bytes = b"", limit: int = 100_000) -> None:
         self._path = path
+        self._key = key
         self._limit = limit
         self._lock = threading.Lock()
         self._saving = threading.Lock()
         self._dirty = False
-        self._marks: dict[str, dict[str, Any]] = _load(path)
+        self._marks: dict[str, dict[str, Any]] = _load(path, key)
         for torn in path.parent.glob(f".{path.name}.*.tmp"):
             torn.unlink(missing_ok=True)
 
@@ -117,10 +128,10 @@ class Stamps:
             with self._lock:
                 if not self._dirty:
                     return
-                data = json.dumps({"format": 1, "marks": self._marks}, separators=(",", ":")).encode()
+                marks = json.dumps(self._marks, separators=(",", ":")).encode()
                 self._dirty = False
             with contextlib.suppress(OSError):
-                write_durable(self._path, data, 0o600)
+                write_durable(self._path, _seal(self._key, marks) + b"\n" + marks, 0o600)
 
     def _outcome(self, path: Path, tap: Callable[[Path], Tap] | None) -> str | OSError:
         try:
@@ -201,17 +212,45 @@ def _facts(found: os.stat_result) -> dict[str, int]:
     }
 
 
-def _load(path: Path) -> dict[str, dict[str, Any]]:
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+def boot_key(folder: Path) -> bytes:
+    """A key of this boot, that only the running user can read; made if it is not there. Blocks.
+
+    Args:
+        folder: private to the running user; best on a file system that ends with the boot, such as /run.
+
+    Raises:
+        OSError: it cannot be read or written.
+    """
+    path = folder / "stamps.key"
+    boot = BOOT_ID.read_bytes().strip()
+    key = _private(path)
+    if key is None or len(key) != _KEY_BYTES:
+        key = secrets.token_bytes(_KEY_BYTES)
+        write_durable(path, key, 0o600)
+    return hmac.digest(key, boot, hashlib.sha256)
+
+
+def _seal(key: bytes, marks: bytes) -> bytes:
+    return hmac.new(key, marks, hashlib.sha256).hexdigest().encode()
+
+
+def _private(path: Path) -> bytes | None:
+    """The content of a file that nobody else can read or write; None: it is not there, or not such a file."""
+    with contextlib.suppress(OSError):
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         with os.fdopen(fd, "rb") as file:
-            facts = os.fstat(file.fileno())
-            if facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
-                return {}
-            document = json.loads(file.read())
-        marks = document["marks"] if document["format"] == 1 else {}
+            facts = os.fstat(fd)
+            if stat.S_ISREG(facts.st_mode) and facts.st_uid == os.geteuid() and not facts.st_mode & 0o077:
+                return file.read()
+    return None
+
+
+def _load(path: Path, key: bytes) -> dict[str, dict[str, Any]]:
+    try:
+        seal, _, data = (_private(path) or b"").partition(b"\n")
+        marks = json.loads(data) if hmac.compare_digest(seal, _seal(key, data)) else {}
         return {real: mark for real, mark in marks.items() if _is_mark(mark)}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, TypeError, AttributeError):
         return {}
 
 

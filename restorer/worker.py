@@ -17,6 +17,7 @@ from restorer.integrity import MANIFEST
 from restorer.jobs import Claim, Outcome, StoreUnavailable
 from restorer.replicas import Replicas
 from restorer.suspects import Suspects
+from restorer.tasks import Tasks
 
 _TICK_S = 1.0
 _SUMMARY_EVERY = 5
@@ -32,6 +33,7 @@ class Worker:
         self._host = host
         self._replicas = Replicas(host)
         self._suspects = Suspects(host, self._replicas)
+        self._tasks = Tasks(host)
         self._jobs: set[asyncio.Task[None]] = set()
         self._starting = 0
         self._due = asyncio.Event()
@@ -41,7 +43,9 @@ class Worker:
         host = self._host
         await host.find_gpus()
         await self._prepare()
-        loops = [asyncio.create_task(loop) for loop in (self._listen(), self._keep_house(), self._claim_jobs())]
+        loops = [
+            asyncio.create_task(loop) for loop in (self._listen(), self._keep_house(), self._claim_jobs(), self._tasks.run())
+        ]
         waiter = asyncio.create_task(stop.wait())
         try:
             done, _ = await asyncio.wait([waiter, *loops], return_when=asyncio.FIRST_COMPLETED)
@@ -52,6 +56,7 @@ class Worker:
             for task in [*loops, *self._jobs]:
                 task.cancel()
             await asyncio.gather(*loops, *self._jobs, return_exceptions=True)
+            await self._tasks.close()
             await self._suspects.close()
             await self._replicas.stop_all(reason="the restorer was stopped", drain_s=_STOP_DRAIN_S)
             await host.boxes.close()
@@ -65,6 +70,7 @@ class Worker:
                 for trail in await self._replicas.reconcile():
                     await pipeline.report(self._host, trail)
                 await self._host.jobs.recover()
+                await self._host.progress.clear()
                 if not len(self._replicas):
                     await self._host.jobs.begin_anew()
                 break
@@ -92,6 +98,8 @@ class Worker:
                 async for hint in self._host.jobs.hints():
                     if hint is None or hint.job is not None:
                         self._due.set()
+                    if hint is None or hint.task is not None:
+                        self._tasks.poke()
                     self._host.news.tell()
             except StoreUnavailable as error:
                 log.warning("%s", error)
@@ -138,6 +146,7 @@ class Worker:
             work.cancel()
             results = await asyncio.gather(work, lease, return_exceptions=True)
             self._note(claim, results[0])
+            await self._host.progress.end(claim.job.id)
         await self._make_ready()
 
     async def _make_ready(self) -> None:

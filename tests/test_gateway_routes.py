@@ -12,7 +12,7 @@ from policies.config import Cors
 
 
 def concrete(template: str) -> str:
-    return template.replace("{name}", "org/model").replace("{id}", "resp_1")
+    return template.replace("{name}", "org/model").replace("{id}", "resp_1").replace("{asset}", "app.js")
 
 
 CONCRETE = {concrete(route.name) for route in routes.TABLE}

@@ -183,11 +183,10 @@ def test_a_symlink_that_moves_on_is_another_file(tmp_path: Path) -> None:
     [
         b"",
         b'{"format":1,"mar',
-        b"[]",
-        b'{"format":2,"marks":{}}',
-        b'{"format":1,"marks":[]}',
-        b'{"format":1,"marks":{"/f":{}}}',
-        b"\xff",
+        b"\n{}",
+        module._seal(b"", b"[]") + b"\n[]",
+        module._seal(b"", b'{"/f":{}}') + b'\n{"/f":{}}',
+        module._seal(b"", b"\xff") + b"\n\xff",
     ],
 )
 def test_a_torn_file_is_the_same_as_none(tmp_path: Path, content: bytes) -> None:
@@ -200,12 +199,52 @@ def test_a_torn_file_is_the_same_as_none(tmp_path: Path, content: bytes) -> None
 def test_marks_that_others_could_write_are_not_believed(tmp_path: Path, hashed: list[int]) -> None:
     path = settled(tmp_path / "f", b"content")
     Stamps(tmp_path / "stamps.json").sha256(path)
-    document = json.loads((tmp_path / "stamps.json").read_text())
-    document["marks"][str(path)]["sha256"] = "forged"
-    (tmp_path / "stamps.json").write_text(json.dumps(document))
+    forge(tmp_path / "stamps.json", path, key=b"")
     assert Stamps(tmp_path / "stamps.json").sha256(path) == "forged"
     (tmp_path / "stamps.json").chmod(0o620)
     assert Stamps(tmp_path / "stamps.json").sha256(path) == sha(b"content")
+
+
+def forge(stamps: Path, path: Path, *, key: bytes) -> None:
+    """What is remembered of a file becomes something else, under a seal of whoever has ``key``."""
+    _, _, data = stamps.read_bytes().partition(b"\n")
+    marks = json.loads(data)
+    marks[str(path)]["sha256"] = "forged"
+    data = json.dumps(marks, separators=(",", ":")).encode()
+    stamps.write_bytes(module._seal(key, data) + b"\n" + data)
+
+
+def test_every_byte_of_the_file_is_under_its_seal(tmp_path: Path) -> None:
+    path = settled(tmp_path / "f", b"content")
+    Stamps(tmp_path / "stamps.json", key=b"k").sha256(path)
+    whole = (tmp_path / "stamps.json").read_bytes()
+    assert Stamps(tmp_path / "stamps.json", key=b"k")._marks
+    for at in range(len(whole)):
+        (tmp_path / "stamps.json").write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        assert not Stamps(tmp_path / "stamps.json", key=b"k")._marks, at
+
+
+def test_a_forged_hash_is_believed_by_nobody_without_this_boots_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, run = settled(tmp_path / "f", b"content"), tmp_path / "run"
+    run.mkdir()
+    key = module.boot_key(run)
+    assert key == module.boot_key(run)
+    Stamps(tmp_path / "stamps.json", key=key).sha256(path)
+    for other in (b"", b"guessed", (run / "stamps.key").read_bytes()):
+        forge(tmp_path / "stamps.json", path, key=other)
+        assert Stamps(tmp_path / "stamps.json", key=key).sha256(path) == sha(b"content")
+    # The next boot has another key, even where the folder outlives it.
+    monkeypatch.setattr(module, "BOOT_ID", settled(tmp_path / "boot_id", b"another"))
+    assert module.boot_key(run) != key
+
+
+def test_a_key_that_others_could_have_read_is_replaced(tmp_path: Path) -> None:
+    first = module.boot_key(tmp_path)
+    (tmp_path / "stamps.key").chmod(0o640)
+    second = module.boot_key(tmp_path)
+    assert second != first
+    assert (tmp_path / "stamps.key").stat().st_mode & 0o777 == 0o600
+    assert module.boot_key(tmp_path) == second
 
 
 def test_the_marks_are_bounded_and_the_ones_longest_unused_go(tmp_path: Path, hashed: list[int]) -> None:

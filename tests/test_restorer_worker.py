@@ -23,6 +23,7 @@ from policies.wire import HostReport, OperationState, SnapshotSummary, StageKey
 from restorer.host import News
 from restorer.jobs import JobStore
 from restorer.journal import Journals
+from restorer.progress import ProgressBoard
 from restorer.worker import Worker
 
 ENGINE = {"kind": "http", "command": ["/bin/true"]}
@@ -62,6 +63,7 @@ async def bench(url: str, config: Config = CONFIG, snapshots: tuple[SnapshotSumm
         name="host-a",
         jobs=jobs,
         news=News(),
+        progress=ProgressBoard(jobs),
         config=config,
         model=config.models.__getitem__,
         summaries=lambda: snapshots,

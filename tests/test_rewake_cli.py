@@ -495,7 +495,7 @@ def flip(path: Path) -> None:
 
 
 def test_snapshot_ls_is_empty_where_there_is_none(place: Place) -> None:
-    assert place.run("snapshot", "ls") == (0, "SNAPSHOT  MODEL  ENGINE  MADE  SIZE  COLD START  STATE\n", "")
+    assert place.run("snapshot", "ls") == (0, "SNAPSHOT  MODEL  ENGINE  MADE  SIZE  COLD START  SIGNATURE  STATE\n", "")
     assert json.loads(place.run("snapshot", "ls", "--json")[1]) == []
 
 
@@ -508,7 +508,7 @@ def test_snapshot_ls_shows_whole_quarantined_and_damaged_ones(place: Place) -> N
     lines = out.splitlines()[1:]
     assert code == 0
     assert lines[0].split()[:6] == [new.id, "m", "http", "1970-01-01", "00:00:02Z", "0.1"]
-    assert lines[0].endswith("12.3 s      committed")
+    assert lines[0].endswith("12.3 s      not checked  committed")
     assert lines[1].startswith(old.id)
     assert lines[1].endswith("quarantined: its canary differed")
     assert lines[2].split()[:3] == [broken.id, "-", "-"]
