@@ -12,12 +12,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 export REWAKE_CRIU := $(abspath $(TOOLS)/bin/criu)
+export REWAKE_RUNC := $(abspath $(TOOLS)/bin/runc)
 export REWAKE_LLAMA_SERVER := $(abspath $(TOOLS)/bin/llama-server)
 export REWAKE_MODEL := $(abspath $(GGUF))
 export REWAKE_CLIENTS := $(abspath $(CLIENTS))
 
 .DEFAULT_GOAL := help
-.PHONY: help install system criu llama-server clients vllm model hf-model demo bench-gpu test bench-held bench-gateway peers reference docs check clean
+.PHONY: help install system criu runc llama-server clients vllm model hf-model demo bench-gpu test bench-held bench-gateway peers reference docs check clean
 
 help:  ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -37,6 +38,9 @@ install: $(VENV)/.installed  ## Install Rewake and its tests' needs into .venv.
 
 criu: | system
 	@deploy/install/criu.sh $(TOOLS)
+
+runc: | system
+	@deploy/install/runc.sh $(TOOLS)
 
 llama-server: | system
 	@deploy/install/llama-server.sh $(TOOLS)
@@ -65,7 +69,7 @@ bench-gpu: install criu  ## Measure on this host's NVIDIA GPU: cold starts, rest
 	$(BIN)/python -m pip install --quiet --editable '.[test,gpu]'
 	@$(BIN)/python deploy/bench/gpu.py --python $(ENGINE_PYTHON) $(BENCH_ARGS)
 
-test: install criu llama-server model clients  ## All tests, with the real CRIU, a real engine and real client libraries.
+test: install criu runc llama-server model clients  ## All tests, with the real CRIU, a real engine and real client libraries.
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 bench-held: install  ## What held requests cost, and whether they slow down models that serve.

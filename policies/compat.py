@@ -132,12 +132,17 @@ def _host(donor: HostFacts, here: HostFacts) -> Iterable[Mismatch]:
                 yield Mismatch(f"host.{field}", _show(expected), _show(found), remedy)
 
 
+_PLAIN = {"backend": "criu"}
+"""What a field that is not there stands for."""
+
+
 def _profile(donor: Profile, here: Profile) -> Iterable[Mismatch]:
     remedy = "put the setting back, or make a new snapshot with `rewake snapshot create`"
-    for field in ("model", "engine", "command", "port", "gpus"):
+    for field in ("model", "engine", "backend", "command", "port", "gpus"):
         expected, found = getattr(donor, field), getattr(here, field)
         if expected != found:
-            yield Mismatch(f"profile.{field}", _show(expected or "none"), _show(found or "none"), remedy)
+            plain = _PLAIN.get(field, "none")
+            yield Mismatch(f"profile.{field}", _show(expected or plain), _show(found or plain), remedy)
     for field in ("env", "weights"):
         expected, found = getattr(donor, field), getattr(here, field)
         for key in sorted(expected.keys() | found.keys()):

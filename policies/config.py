@@ -57,8 +57,11 @@ class Engine(Section):
 
     kind: Literal["llama-server", "vllm", "sglang", "http"]
     """Which adapter speaks to it; ``http`` is any server with an OpenAI-compatible ``/v1/completions``."""
-    backend: Literal["criu", "cold"] = "criu"
-    """How its replicas are had: ``criu`` restores them from snapshots; ``cold`` starts each by its command."""
+    backend: Literal["criu", "runc", "cold"] = "criu"
+    """How its replicas are had: ``criu`` and ``runc`` restore them from snapshots, ``runc`` as OCI containers; ``cold`` starts
+    each by its command."""
+    bundle: Annotated[str, Field(pattern="^/")] | None = None
+    """``runc`` only: the folder of an OCI bundle to run the command in. None: it sees this host's file system, read-only."""
     command: Annotated[tuple[str, ...], Field(min_length=1)]
     """argv; the first element is an absolute path. The engine must listen on 0.0.0.0 at :attr:`port`."""
     env: Mapping[str, str] = {}
@@ -70,6 +73,14 @@ class Engine(Section):
     ready_timeout_s: PositiveSeconds = 1800.0
     """A cold start that takes longer has failed."""
     gpu: Gpu = Gpu()
+
+    @model_validator(mode="after")
+    def _backend_fits(self) -> Engine:
+        if self.bundle is not None and self.backend != "runc":
+            raise ValueError(f"bundle is for backend: runc, but backend is {self.backend}")
+        if self.backend == "runc" and self.gpu.count:
+            raise ValueError("backend: runc does not put GPUs into its containers; use backend: criu, or gpu.count: 0")
+        return self
 
     @field_validator("command")
     @classmethod
@@ -223,6 +234,8 @@ class Restorer(Section):
     """The CRIU binary (>= 4.2), a path or a name on PATH."""
     criu_timeout_s: PositiveSeconds = 120.0
     """A CRIU call that takes longer is killed together with its namespaces."""
+    runc: str = "runc"
+    """The runc binary (>= 1.1), a path or a name on PATH; only asked for by models whose ``engine.backend`` is ``runc``."""
     gpu_helper: tuple[str, ...] = ()
     """argv of the process that speaks to the GPU driver; empty: Rewake's own, under this Python."""
     network: str = "198.18.0.0/16"

@@ -149,7 +149,10 @@ class Profile(_Record):
     gpus: int | None = None
     """How many GPUs a replica has; None: it runs on the CPU."""
 
-    OPTIONAL = frozenset({"gpus"})
+    backend: str | None = None
+    """What it was captured by; None: CRIU itself."""
+
+    OPTIONAL = frozenset({"gpus", "backend"})
 
     @property
     def digest(self) -> str:

@@ -20,6 +20,7 @@ _RESTART = (
     ("gateway", "user"),
     ("restorer", "criu"),
     ("restorer", "criu_timeout_s"),
+    ("restorer", "runc"),
     ("restorer", "network"),
     ("restorer", "parallel_starts"),
     ("store",),

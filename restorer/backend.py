@@ -39,6 +39,8 @@ class Backend:
 
     name: ClassVar[str] = "cold"
     can: ClassVar[Can] = Can()
+    private: ClassVar[tuple[str, ...]] = ()
+    """Folders besides a box's own that an engine finds its private files in."""
 
     def obstacle(self) -> str | None:
         """Why no snapshot can be made or restored by it here, in one line; None: nothing is in the way."""
@@ -81,6 +83,6 @@ class Backend:
         """
         raise SnapshotError(f"nothing can be restored: {self.obstacle()}")
 
-    def locate(self, engine: HttpEngine, path: str) -> str:
-        """Where a file that the engine sees as ``path`` lies on this host."""
-        return path
+    def located(self, engine: HttpEngine, paths: Sequence[str]) -> Sequence[str]:
+        """Where files that the engine sees under these names lie on this host."""
+        return paths

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from policies.config import Restorer
 from restorer.backend import Backend, Can
 from restorer.box import Box
 from restorer.criu import Criu
 from restorer.engines import HttpEngine
+from restorer.runc import Runc
 
-__all__ = ["Backend", "Can", "OwnCriu", "build"]
+__all__ = ["Backend", "Can", "OwnCriu", "Runc", "build"]
 
 
 class OwnCriu(Backend):
@@ -48,7 +51,14 @@ class OwnCriu(Backend):
         return self._criu
 
 
-def build(criu: Criu | None, capability: str) -> Mapping[str, Backend]:
+def build(config: Restorer, criu: Criu | None, capability: str) -> Mapping[str, Backend]:
     """Every backend by its name."""
-    found: tuple[Backend, ...] = (OwnCriu(criu, capability), Backend())
+    runc = shutil.which(config.runc)
+    missing = f"{config.runc} is not installed; `rewake doctor` says how to get runc 1.1 or newer"
+    said = missing if runc is None else f"{runc}, with CRIU: {capability}"
+    found: tuple[Backend, ...] = (
+        OwnCriu(criu, capability),
+        Runc(None if runc is None else Path(runc), None if criu is None else criu.binary, said, config.criu_timeout_s),
+        Backend(),
+    )
     return {backend.name: backend for backend in found}

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from restorer import boxinit, network
+from restorer import boxinit, cgroups, network
 from restorer.errors import Environment, ToolFailed, ToolHung
 from restorer.processes import children, readable, start_time, status
 
@@ -148,7 +148,10 @@ class Box:
 
     async def kill(self) -> None:
         """End everything in the box and wait until it is gone. Idempotent; shielded from cancellation by its callers."""
+        group = self.facts.get("cgroup")
         if self.alive:
+            if group is not None:
+                cgroups.thaw(group)
             with contextlib.suppress(ProcessLookupError):
                 pidfd = os.pidfd_open(self.init_pid)
                 try:
@@ -156,6 +159,8 @@ class Box:
                     await readable(pidfd, _KILL_S, f"pid 1 of box {self.id} did not die within {_KILL_S:g} s of SIGKILL")
                 finally:
                     os.close(pidfd)
+        if group is not None:
+            await cgroups.remove(group)
         # A link of this name that we did not make is another installation's.
         if self.facts.get("linked"):
             await network.leave(self.host_address)
@@ -246,6 +251,7 @@ class BoxFactory:
             self._taken.add(index)
             found[id] = self._known[id] = box
         for stale in (path for path in self._states.iterdir() if path.stem not in found):
+            await cgroups.remove(cgroups.name(stale.stem))
             stale.unlink(missing_ok=True)
         for folder in (path for path in self._folders.iterdir() if path.name not in found):
             await asyncio.to_thread(shutil.rmtree, folder, True)

@@ -104,7 +104,8 @@ def _scratch(box: Box) -> tuple[Path, Path]:
 
 async def _inspect(host: Host, donor: Instance, private: Sequence[str]) -> tuple[tuple[int, ...], tuple[MappedFile, ...]]:
     """(pids and tids inside the box, files the donor depends on); refuses what CRIU could not dump."""
-    deadline = time.monotonic() + _QUIET_S
+    backend, deadline = host.backend(donor.engine.name), time.monotonic() + _QUIET_S
+    private = (*private, *backend.private)
     while True:
         found = await asyncio.to_thread(inventory.examine, donor.pid, private=private, ghost_limit=GHOST_LIMIT)
         fatal = [finding for finding in found if finding.severity == "fatal"]
@@ -116,7 +117,7 @@ async def _inspect(host: Host, donor: Instance, private: Sequence[str]) -> tuple
         raise SnapshotError("the engine cannot be dumped as it is: " + " | ".join(map(str, fatal)))
     tree = await asyncio.to_thread(inventory.tree, donor.pid)
     paths = await asyncio.to_thread(inventory.mapped_files, donor.pid, private=private)
-    return tree.inner, await asyncio.to_thread(_hashed, host, paths)
+    return tree.inner, await asyncio.to_thread(_hashed, host, backend.located(donor.engine, paths))
 
 
 def _hashed(host: Host, paths: Sequence[str]) -> tuple[MappedFile, ...]:

@@ -61,9 +61,10 @@ class Criu:
     async def _run(self, box: Box, arguments: Sequence[str], log: Path) -> None:
         output = await box.run([str(self.binary), *arguments], timeout_s=self._timeout_s)
         if output.rc != 0:
-            raise _failure(arguments[0], output, log)
+            raise failure(f"criu {arguments[0]}", output, log)
 
 
+<<<<<<< HEAD
 def let_run(box: Box) -> None:
     """Let every process of a box run on; from outside, so that no tool is needed that could fail or hang. Blocks."""
     with contextlib.suppress(EngineDied):
@@ -71,6 +72,10 @@ def let_run(box: Box) -> None:
 
 
 def _failure(verb: str, output: Output, log: Path) -> ToolFailed | Environment:
+=======
+def failure(tool: str, output: Output, log: Path) -> ToolFailed | Environment:
+    """Why a dump or restore failed, as CRIU's own log has it."""
+>>>>>>> main
     try:
         lines = [line for line in log.read_text(errors="replace").splitlines() if "RLIMIT_NOFILE" not in line]
     except OSError:
@@ -78,4 +83,4 @@ def _failure(verb: str, output: Output, log: Path) -> ToolFailed | Environment:
     tail = "\n".join(lines[-_TAIL:])
     if "No space left on device" in tail:
         return Environment(f"disk full while criu wrote images: {tail}")
-    return ToolFailed(f"criu {verb}", output.rc, tail or output.text)
+    return ToolFailed(tool, output.rc, tail or output.text)

@@ -51,6 +51,8 @@ async def examine(config: Config) -> list[Finding]:
         "ownership": asyncio.to_thread(ownership, config),
         "trust": asyncio.to_thread(trust, config),
     }
+    if any(model.engine.backend == "runc" for model in config.models.values()):
+        checks["runc"] = probes.runc(restorer.runc)
     gpus = asyncio.create_task(_gpus(config))
     found = await asyncio.gather(*(_within(name, check) for name, check in checks.items()))
     return [*found, *await gpus, *(finding for name, model in config.models.items() for finding in _model(name, model))]

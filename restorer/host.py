@@ -250,7 +250,7 @@ def build(config: Config, store_url: str, hook: Hook | None = None) -> Host:
         progress=ProgressBoard(jobs),
         remains=Remains(state / "ended"),
         judge=judge,
-        backends=backends.build(criu, capability),
+        backends=backends.build(config.restorer, criu, capability),
     )
 
 

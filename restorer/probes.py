@@ -41,6 +41,7 @@ class Finding:
 
 
 MINIMUM_CRIU = (4, 2)
+MINIMUM_RUNC = (1, 1)
 MINIMUM_KERNEL = (5, 11)
 MINIMUM_NVIDIA = 570
 _GIB = 1 << 30
@@ -120,6 +121,23 @@ async def criu(binary: str) -> Finding:
     if rc:
         return Finding("criu", "fail", f"{path} {match[1]}: criu check says: {_brief(said)}", _ROOT)
     return Finding("criu", "ok", f"{path} {match[1]}; criu check: {_brief(said)}")
+
+
+async def runc(binary: str) -> Finding:
+    """runc is there, is new enough, and can keep engines from io_uring."""
+    install = "install runc 1.1 or later (deploy/install/runc.sh) and name it in restorer.runc, or use engine.backend: criu"
+    path = shutil.which(binary)
+    if path is None:
+        return Finding("runc", "fail", f"{binary} not found", install)
+    _, said = await tool(path, "--version")
+    match = re.search(r"runc version ((\d+)\.(\d+)\S*)", said)
+    if match is None:
+        return Finding("runc", "fail", f"{path} does not run: {_brief(said)}", install)
+    if (int(match[2]), int(match[3])) < MINIMUM_RUNC:
+        return Finding("runc", "fail", f"{path} is {match[1]}", install)
+    if "libseccomp" not in said:
+        return Finding("runc", "fail", f"{path} {match[1]} was built without seccomp", install)
+    return Finding("runc", "ok", f"{path} {match[1]}")
 
 
 def tools(names: Sequence[str] = ("unshare", "nsenter", "setpriv", "setsid", "mount", "ip")) -> Finding:

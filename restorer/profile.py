@@ -19,7 +19,9 @@ def resolve(name: str, model: Model, stamps: Stamps) -> Profile:
     Raises:
         Environment: a weights path is missing, empty or unreadable; the message names the setting and the path.
     """
-    paths = sorted({path for given in model.weights for path in _files(name, Path(given))})
+    # The bundle's configuration makes it another engine; the files of its root are looked at as far as they are used.
+    bundle = () if model.engine.bundle is None else (Path(model.engine.bundle) / "config.json",)
+    paths = sorted({*bundle, *(path for given in model.weights for path in _files(name, Path(given)))})
     hashes = {}
     for path, found in stamps.sha256_all(paths).items():
         if isinstance(found, OSError):
@@ -34,6 +36,7 @@ def resolve(name: str, model: Model, stamps: Stamps) -> Profile:
         port=model.engine.port,
         weights=hashes,
         gpus=engine.gpus or None,
+        backend=None if model.engine.backend == "criu" else model.engine.backend,
     )
 
 

@@ -102,6 +102,28 @@ async def test_no_criu_fails_with_the_way_to_get_one(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("echo 'runc version 1.0.3'; echo 'libseccomp: 2.5.4'", "is 1.0.3"),
+        ("echo 'runc version 1.1.5+ds1'", "1.1.5+ds1 was built without seccomp"),
+        ("echo 'no such thing'; exit 126", "does not run: no such thing"),
+    ],
+)
+async def test_a_runc_that_cannot_work_fails_where_a_model_wants_it(tmp_path: Path, text: str, found: str) -> None:
+    path = script(tmp_path / "runc", text)
+    finding = await probes.runc(path)
+    assert (finding.ok, finding.found) == ("fail", f"{path} {found}")
+    assert "runc.sh" in finding.remedy
+
+
+async def test_the_real_runc_is_usable() -> None:
+    binary = os.environ.get("REWAKE_RUNC")
+    if not binary:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)("REWAKE_RUNC names no runc")
+    assert (await probes.runc(binary)).ok == "ok"
+
+
 async def test_a_tool_that_hangs_is_killed_with_all_it_started_at_its_deadline(tmp_path: Path) -> None:
     path = script(tmp_path / "hangs", f"sleep 60 & echo $! > {tmp_path}/pid; wait")
     began = time.monotonic()
