@@ -26,9 +26,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from restorer import boxinit, cgroups, network
-from restorer.errors import Environment, ToolFailed, ToolHung
-from restorer.processes import children, readable, start_time, status
+from restorer import boxinit, cgroups, inventory, network
+from restorer.errors import EngineDied, Environment, ToolFailed, ToolHung
+from restorer.processes import children, proceed, readable, start_time, status
 
 log = logging.getLogger("rewake.restorer")
 
@@ -145,6 +145,13 @@ class Box:
                 if status(pid, "NSpid").split()[-1] == str(inner_pid):
                     return pid
         return None
+
+    def let_run(self) -> None:
+        """Let all that is stopped or frozen in it run on: from outside, so that no tool could fail or hang. Blocks."""
+        if (group := self.facts.get("cgroup")) is not None:
+            cgroups.thaw(group)
+        with contextlib.suppress(EngineDied):
+            proceed(pid for pid in inventory.tree(self.init_pid).pids if pid != self.init_pid)
 
     async def kill(self) -> None:
         """End everything in the box and wait until it is gone. Idempotent; shielded from cancellation by its callers."""

@@ -93,7 +93,7 @@ async def _dumped(host: Host, donor: Instance, known: _Draft, stages: Stages) ->
                 manifest = await asyncio.to_thread(host.snapshots.commit, staging, draft)
                 stage.bytes = manifest.bytes
         finally:
-            await asyncio.shield(backend.thaw(box))
+            await asyncio.shield(asyncio.to_thread(box.let_run))
     return manifest
 
 

@@ -7,15 +7,11 @@ mid-restore, so a call that outlasts its deadline is ended together with its box
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from restorer import inventory
 from restorer.box import Box, Output
-from restorer.errors import EngineDied, Environment, ToolFailed
-from restorer.processes import proceed
+from restorer.errors import Environment, ToolFailed
 
 GHOST_LIMIT = 256 << 20
 """Bytes up to which an open file that has no name any more is put into the images."""
@@ -54,28 +50,14 @@ class Criu:
         argv = ["restore", "-D", str(images), "-W", str(box.work), "-o", "restore.log", "--restore-detached"]
         await self._run(box, [*argv, *COMMON, *options], box.work / "restore.log")
 
-    async def thaw(self, box: Box) -> None:
-        """Let a tree that :meth:`dump` left stopped run on."""
-        await asyncio.to_thread(let_run, box)
-
     async def _run(self, box: Box, arguments: Sequence[str], log: Path) -> None:
         output = await box.run([str(self.binary), *arguments], timeout_s=self._timeout_s)
         if output.rc != 0:
             raise failure(f"criu {arguments[0]}", output, log)
 
 
-<<<<<<< HEAD
-def let_run(box: Box) -> None:
-    """Let every process of a box run on; from outside, so that no tool is needed that could fail or hang. Blocks."""
-    with contextlib.suppress(EngineDied):
-        proceed(pid for pid in inventory.tree(box.init_pid).pids if pid != box.init_pid)
-
-
-def _failure(verb: str, output: Output, log: Path) -> ToolFailed | Environment:
-=======
 def failure(tool: str, output: Output, log: Path) -> ToolFailed | Environment:
     """Why a dump or restore failed, as CRIU's own log has it."""
->>>>>>> main
     try:
         lines = [line for line in log.read_text(errors="replace").splitlines() if "RLIMIT_NOFILE" not in line]
     except OSError:

@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 
 from policies.journal import Outcome, Trail, Undo
 from restorer.box import Box
-from restorer.criu import let_run
 from restorer.errors import RestorerError
 from restorer.host import Host, log
 from restorer.journal import Journal
@@ -86,7 +85,7 @@ async def _thaw(host: Host, name: str, kept: Mapping[str, str]) -> str:
     box = host.boxes.known(name)
     if box is None or not box.alive:
         return GONE
-    await asyncio.to_thread(let_run, box)
+    await asyncio.to_thread(box.let_run)
     return f"box {name} runs on"
 
 
