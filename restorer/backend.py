@@ -62,7 +62,7 @@ class Backend:
         return await box.spawn((*SEAL, *engine.argv()), engine.environment(box.mountpoint, visible))
 
     async def dump(self, box: Box, pid: int, images: Path, engine: HttpEngine) -> None:
-        """Write the images of the tree under ``pid`` and leave it stopped, until :meth:`restorer.box.Box.let_run` or the end of its box.
+        """Write the images of the tree under ``pid`` and leave it stopped, until its box is let run or ended.
 
         Raises:
             ToolFailed: the tool refused; the tree runs on. ToolHung: it did not end in time. Environment: the disk is full.

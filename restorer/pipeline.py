@@ -7,29 +7,24 @@ lost claim, and whatever is raised, the journal is unwound: a start ends admitte
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import AsyncIterator
-from typing import Any
 
 from policies.compat import Mismatch
-from policies.failures import Verdict
-from policies.journal import Outcome as Ending
-from policies.journal import Trail, Undo
+from policies.journal import Undo
 from policies.manifest import GpuState, Manifest
-from policies.replica import Event, Replica, State, advance
+from policies.replica import Event, State
 from policies.wire import Failure, JobKind, OperationState
 from restorer import gpustate, proof, undo
+from restorer.attempt import Attempt, Ending, bounded, interrupted, journaled
 from restorer.box import Box
 from restorer.capture import capture
 from restorer.engines import HttpEngine, adapter
-from restorer.errors import CanaryDiffers, Cancelled, EngineDied, Environment, HostIncompatible, RestorerError, SnapshotError
+from restorer.errors import CanaryDiffers, Cancelled, EngineDied, HostIncompatible, RestorerError, SnapshotError
 from restorer.gpus import Placement
 from restorer.host import Host, Match, log
 from restorer.instance import Instance, connect, ignite
 from restorer.integrity import verify_files
-from restorer.jobs import Claim, LeaseLost, Outcome, StoreUnavailable, demand
-from restorer.journal import Journal
+from restorer.jobs import Claim, LeaseLost, Outcome, StoreUnavailable
 from restorer.replicas import Replicas
 from restorer.stages import Stages
 from restorer.suspended import Suspended
@@ -43,85 +38,6 @@ _PASSING = ("tool", "transient", "environment")
 """Failures that another try may not meet."""
 
 
-class Attempt:
-    """One try of a START job: its record, its journal and its clock."""
-
-    def __init__(self, host: Host, claim: Claim, stages: Stages, journal: Journal) -> None:
-        self.host, self.claim, self.stages, self.journal = host, claim, stages, journal
-        model = host.model(claim.job.model)
-        self.engine = adapter(claim.job.model, model)
-        self.record = Replica(
-            id=claim.job.replica,
-            model=claim.job.model,
-            state=State.QUEUED,
-            fence=claim.fence,
-            host=host.name,
-            port=model.engine.port,
-            concurrency=model.concurrency,
-        )
-
-    def moved(self, event: Event, **changes: Any) -> Replica:
-        """The record after an event, not written yet."""
-        state = advance(self.record.state, event)
-        stamped = {"state": state, "updated_ms": time.time_ns() // 1_000_000, "stages": tuple(self.stages.done), **changes}
-        return self.record.model_copy(update=stamped)
-
-    async def advance(self, event: Event, **changes: Any) -> None:
-        """Write the record after an event; raises LeaseLost when the claim is gone."""
-        record = self.moved(event, **changes)
-        await self.host.jobs.write(record, self.claim)
-        self.record = record
-
-    async def amend(self, **changes: Any) -> None:
-        """Write the record with changes that are no event; raises LeaseLost when the claim is gone."""
-        record = self.record.model_copy(update={"updated_ms": time.time_ns() // 1_000_000, **changes})
-        await self.host.jobs.write(record, self.claim)
-        self.record = record
-
-    async def still_wanted(self) -> None:
-        """The last exit before the point of no return; raises Cancelled when demand asked for this and is gone."""
-        if self.claim.job.reason == "demand" and demand(await self.host.jobs.gateways(), self.record.model) == 0:
-            raise Cancelled("every client that waited for it has left")
-
-
-class _Ending:
-    """How an attempt ends, for its journal."""
-
-    outcome: Ending = "interrupted"
-    """Unless somebody says better: its lease was lost, or its restorer ends."""
-    detail: str = ""
-    verdict: Verdict | None = None
-
-    def put(self, outcome: Ending, detail: str = "", verdict: Verdict | None = None) -> None:
-        self.outcome, self.detail, self.verdict = outcome, detail, verdict or self.verdict
-
-
-@contextlib.asynccontextmanager
-async def _journaled(host: Host, claim: Claim) -> AsyncIterator[tuple[Journal, Stages, _Ending]]:
-    """The journal of an attempt, closed at its end; what could not be undone keeps it open, for another try."""
-    job = claim.job
-    what = {"operation": job.operation, "job": job.id, "kind": job.kind.value, "model": job.model, "replica": job.replica}
-    journal, ending = host.journals.begin(**what, attempt=claim.attempts, host=host.name), _Ending()
-    stages = host.progress.stages(job)
-    stages.journal = journal
-    try:
-        yield journal, stages, ending
-    finally:
-        await asyncio.shield(_closed(host, journal, ending))
-
-
-async def _closed(host: Host, journal: Journal, ending: _Ending) -> None:
-    done = ending.outcome == "succeeded" or await undo.unwind(host, journal)
-    trail = await host.journals.end(journal, ending.outcome if done else None, ending.detail, ending.verdict)
-    await report(host, trail)
-
-
-async def report(host: Host, trail: Trail) -> None:
-    """Tell the store what became of an attempt, for those who look from elsewhere; the journal itself stays here."""
-    with contextlib.suppress(StoreUnavailable):
-        await host.jobs.tell(trail)
-
-
 async def start(host: Host, claim: Claim, replicas: Replicas) -> None:
     """Bring one replica to ADMITTED and settle its job, or leave nothing and say why.
 
@@ -129,12 +45,12 @@ async def start(host: Host, claim: Claim, replicas: Replicas) -> None:
         LeaseLost: somebody else has the job now; everything was undone.
         StoreUnavailable: the outcome could not be written; everything was undone, the job comes back when the lease ends.
     """
-    async with _journaled(host, claim) as (journal, stages, ending):
+    async with journaled(host, claim) as (journal, stages, ending):
         attempt = Attempt(host, claim, stages, journal)
         try:
             async with unwinding(host, journal):
                 await attempt.advance(Event.CLAIM)
-                await _bounded(host, claim)
+                await bounded(host, claim)
                 instance = await _started(attempt, replicas, ending)
                 await _admit(attempt, instance, replicas)
             ending.put("succeeded", attempt.record.reason)
@@ -145,7 +61,7 @@ async def start(host: Host, claim: Claim, replicas: Replicas) -> None:
             await _give_up(attempt, error)
 
 
-async def _started(attempt: Attempt, replicas: Replicas, ending: _Ending) -> Instance:
+async def _started(attempt: Attempt, replicas: Replicas, ending: Ending) -> Instance:
     """An engine that may be admitted: resumed, restored or cold, by what there is and what the policy says."""
     host, name = attempt.host, attempt.claim.job.model
     with attempt.stages.timed("match"):
@@ -162,21 +78,6 @@ async def _started(attempt: Attempt, replicas: Replicas, ending: _Ending) -> Ins
             raise HostIncompatible([m for found in match.refused.values() for m in found])
         raise SnapshotError(why)
     return await _cold(attempt, match, Event.START, why)
-
-
-async def _bounded(host: Host, claim: Claim) -> None:
-    """A failed try is counted when it fails; one that took the restorer with it has to be counted here."""
-    if claim.attempts > host.config.restorer.max_attempts:
-        tries = f"it was begun {claim.attempts - 1} times, and each time the restorer ended before it"
-        raise Environment(f"{tries}: {await _interrupted(host, claim) or 'see its log'}")
-
-
-async def _interrupted(host: Host, claim: Claim) -> str:
-    """What earlier attempts of this job came to that ended with their restorer; empty: there was none."""
-    if claim.attempts == 1:
-        return ""
-    trails = [trail for trail in await asyncio.to_thread(host.journals.history) if trail.job == claim.job.id]
-    return " | ".join(f"attempt {one.attempt}: {undo.summary(one)}" for one in trails if one.outcome == "interrupted")
 
 
 async def _resumed(attempt: Attempt, match: Match, manifest: Manifest, suspended: Suspended) -> Instance | None:
@@ -210,7 +111,7 @@ async def _resumed(attempt: Attempt, match: Match, manifest: Manifest, suspended
         return None
 
 
-async def _restored_or_cold(attempt: Attempt, match: Match, manifest: Manifest, ending: _Ending) -> Instance:
+async def _restored_or_cold(attempt: Attempt, match: Match, manifest: Manifest, ending: Ending) -> Instance:
     host, claim = attempt.host, attempt.claim
     try:
         async with unwinding(host, attempt.journal):
@@ -324,7 +225,7 @@ async def _cold(attempt: Attempt, match: Match, event: Event, why: str) -> Insta
 
 async def _admit(attempt: Attempt, instance: Instance, replicas: Replicas) -> None:
     """Open traffic: one write makes the record ADMITTED and the job settled."""
-    detail = await _interrupted(attempt.host, attempt.claim)
+    detail = await interrupted(attempt.host, attempt.claim)
     number = attempt.journal.step("admit")
     begun = time.perf_counter()
     admitted = attempt.moved(Event.ADMIT, address=instance.box.address)
@@ -371,9 +272,9 @@ async def make_snapshot(host: Host, claim: Claim) -> None:
     """
     assert claim.job.kind is JobKind.SNAPSHOT
     name = claim.job.model
-    async with _journaled(host, claim) as (journal, stages, ending):
+    async with journaled(host, claim) as (journal, stages, ending):
         try:
-            await _bounded(host, claim)
+            await bounded(host, claim)
             if (obstacle := host.backend(name).obstacle()) is not None:
                 raise SnapshotError(f"no snapshot can be made on this host: {obstacle}")
             async with unwinding(host, journal):
@@ -384,7 +285,7 @@ async def make_snapshot(host: Host, claim: Claim) -> None:
             # The donor has done its work.
             await asyncio.shield(undo.unwind(host, journal))
             ending.put("succeeded", f"snapshot {manifest.id}")
-            outcome = Outcome(OperationState.SUCCEEDED, await _interrupted(host, claim), snapshot=manifest.id)
+            outcome = Outcome(OperationState.SUCCEEDED, await interrupted(host, claim), snapshot=manifest.id)
         except (LeaseLost, StoreUnavailable):
             raise
         except RestorerError as error:

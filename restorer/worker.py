@@ -11,6 +11,7 @@ import time
 
 from policies.wire import HostReport, JobKind, OperationState
 from restorer import pipeline, undo
+from restorer.attempt import report
 from restorer.errors import Cancelled, RestorerError
 from restorer.host import Host, log
 from restorer.integrity import MANIFEST
@@ -68,7 +69,7 @@ class Worker:
             try:
                 await self._host.jobs.check_schema()
                 for trail in await self._replicas.reconcile():
-                    await pipeline.report(self._host, trail)
+                    await report(self._host, trail)
                 await self._host.jobs.recover()
                 await self._host.progress.clear()
                 if not len(self._replicas):

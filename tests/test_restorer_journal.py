@@ -44,7 +44,7 @@ async def test_a_step_is_in_the_file_before_it_is_taken_and_on_the_disk_when_tha
     synced: list[int] = []
     monkeypatch.setattr(os, "fdatasync", synced.append)
     journal = Journals(tmp_path).begin(**WHAT)
-    stages = Stages(journal)
+    stages = Stages(journal=journal)
     with stages.timed("stage", Undo(what="staging", name=".staging-0")):
         assert b'"name":"stage"' in lines(journal)[-1]
         await stages.durable()
@@ -210,7 +210,7 @@ KILLED = """
                 os.kill(os.getpid(), signal.SIGKILL)
         journal = Journals(Path({folder!r}), hook).begin(
             operation="op", job="op/0", kind="start", model="m", replica="m#0", attempt=1, host="h")
-        stages = Stages(journal)
+        stages = Stages(journal=journal)
         with stages.timed("one", Undo(what="box", name="b1")):
             pass
         with stages.timed("two", Undo(what="box", name="b2")):
