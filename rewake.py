@@ -24,7 +24,7 @@ import typer
 from gateway import keys
 from policies.config import Config
 from policies.replica import TERMINAL
-from restorer import commands, rundir, snapshot_commands, trust_commands
+from restorer import commands, retention_commands, rundir, snapshot_commands, trust_commands
 from restorer import doctor as doctors
 from restorer.commands import AsJson, ConfigFile, NoWait, Timeout, finish, model_named
 from restorer.console import print_json, print_table, when
@@ -39,6 +39,7 @@ _ID = re.compile(r"[0-9a-f]{16}")
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Cold starts that are none.")
 trust_commands.add(snapshot_commands.snapshots)
+retention_commands.add(snapshot_commands.snapshots)
 app.add_typer(snapshot_commands.snapshots, name="snapshot")
 
 Worker = Annotated[int, typer.Option(min=0, help="Number of this worker; workers share one port.")]

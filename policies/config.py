@@ -16,6 +16,8 @@ from pydantic import AfterValidator, Field, JsonValue, ValidationError, field_va
 from policies.balance import Balance
 from policies.groups import Group
 from policies.holding import Bounds, Hold
+from policies.observing import Metrics
+from policies.retention import Retention
 from policies.scalars import Bytes, Count, PositiveSeconds, Seconds, Section
 from policies.schedule import Window
 from policies.tenancy import Tenant
@@ -278,8 +280,11 @@ class Config(Section):
     """Who may ask. None: there are no API keys and everybody is one tenant."""
     groups: Mapping[str, Group] = {}
     """Models that exclude each other: each names its group."""
+    retention: Retention = Retention()
+    """How long snapshots are kept on this host."""
     trust: Trust = Trust()
     """Whose snapshots may be restored on this host, and what may be in them."""
+    metrics: Metrics = Metrics()
     state_dir: Annotated[str, Field(pattern="^/")] = "/var/lib/rewake"
     """Snapshots, engine logs and verification stamps; on a disk with room for them."""
     run_dir: Annotated[str, Field(pattern="^/")] = "/run/rewake"

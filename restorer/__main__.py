@@ -62,7 +62,7 @@ async def _serve(config: Config, store: str, file: Path, line: Line | None, hook
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     await network.free(config.restorer.network)
-    host = await asyncio.to_thread(build, config, store, hook)
+    host = await asyncio.to_thread(build, config, store, hook=hook)
     log.info("restorer on %s: %s", host.name, host.capability)
     if line is None:
         loop.add_signal_handler(signal.SIGHUP, reload, host, file)

@@ -28,6 +28,7 @@ class Attempt:
 
     def __init__(self, host: Host, claim: Claim, stages: Stages, journal: Journal) -> None:
         self.host, self.claim, self.stages, self.journal = host, claim, stages, journal
+        self.began = time.monotonic()
         model = host.model(claim.job.model)
         self.engine = adapter(claim.job.model, model)
         self.record = Replica(

@@ -85,6 +85,12 @@ class Environment(RestorerError):
     kind = "environment"
 
 
+class InUse(RestorerError):
+    """What was to be removed is used by somebody, or what was to be used is being removed. Says by whom."""
+
+    kind = "environment"
+
+
 class EngineDied(RestorerError):
     """The engine's process ended by itself."""
 

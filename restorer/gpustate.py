@@ -62,15 +62,16 @@ async def asleep(host: Host, donor: Instance, stages: Stages, *, keep: bool) -> 
         raise SnapshotError(
             "no process of the engine uses CUDA, though engine.gpu.count says so; mend its command, or the setting"
         )
-    with stages.timed("export weights") as stage:
-        weights = await _export(host, donor)
-        stage.bytes = sum(one.bytes for one in weights)
-    try:
-        yield await _sleep(host, donor, pids, weights, stages)
-    finally:
-        if keep:
-            with stages.timed("wake donor"):
-                await asyncio.shield(_wake_donor(host, donor, pids, weights))
+    with await asyncio.to_thread(host.weights.busy):
+        with stages.timed("export weights") as stage:
+            weights = await _export(host, donor)
+            stage.bytes = sum(one.bytes for one in weights)
+        try:
+            yield await _sleep(host, donor, pids, weights, stages)
+        finally:
+            if keep:
+                with stages.timed("wake donor"):
+                    await asyncio.shield(_wake_donor(host, donor, pids, weights))
 
 
 def _may_be_captured(host: Host, engine: HttpEngine) -> None:

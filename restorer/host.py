@@ -25,6 +25,7 @@ from restorer.criu import Criu
 from restorer.cuda import Cuda
 from restorer.errors import RestorerError
 from restorer.gpus import Gpus
+from restorer.holds import users_of
 from restorer.integrity import MANIFEST
 from restorer.jobs import JobStore
 from restorer.journal import Hook, Journals
@@ -36,6 +37,7 @@ from restorer.signatures import Judge
 from restorer.snapshots import SnapshotStore
 from restorer.stamps import Stamps
 from restorer.statefolder import judge_of, stamps_of
+from restorer.tally import Tally
 from restorer.weights import WeightsStore
 
 log = logging.getLogger("rewake.restorer")
@@ -107,6 +109,7 @@ class Host:
     backends: Mapping[str, Backend] = field(default_factory=dict)
     """By their names."""
     news: News = field(default_factory=News)
+    tally: Tally = field(default_factory=Tally)
     _gone: dict[str, Model] = field(default_factory=dict)
     """The last settings of models that the configuration has no more: their replicas still have to end."""
 
@@ -217,17 +220,18 @@ def _summary(manifest: Manifest, match: Match | RestorerError | None, quarantine
     )
 
 
-def build(config: Config, store_url: str, hook: Hook | None = None) -> Host:
+def build(config: Config, store_url: str, *, stamps_file: str = "stamps.json", hook: Hook | None = None) -> Host:
     """Probe this machine and put the parts together. Blocks for as long as CRIU's own check takes.
 
     Args:
+        stamps_file: another one for a command that runs beside the restorer.
         hook: for tests: called around each journaled step.
     """
     state, run = Path(config.state_dir), Path(config.run_dir)
     for folder in (state, run):
         folder.mkdir(parents=True, exist_ok=True)
     binary, capability = find_criu(config.restorer.criu)
-    stamps = stamps_of(config, "stamps.json")
+    stamps = stamps_of(config, stamps_file)
     name = socket.gethostname()
     judge = judge_of(config)
     helper = Cuda(cuda.command(config.restorer.gpu_helper))
@@ -239,7 +243,7 @@ def build(config: Config, store_url: str, hook: Hook | None = None) -> Host:
         jobs=jobs,
         boxes=BoxFactory(run_dir=run, state_dir=state, network=config.restorer.network, spare=config.restorer.parallel_starts),
         stamps=stamps,
-        snapshots=SnapshotStore(state / "snapshots", stamps, judge.keys.sign),
+        snapshots=SnapshotStore(state / "snapshots", stamps, judge.keys.sign, lambda: users_of(run)),
         weights=WeightsStore(state / "weights", stamps),
         journals=Journals(state / "journal", hook),
         cuda=helper,
@@ -252,6 +256,15 @@ def build(config: Config, store_url: str, hook: Hook | None = None) -> Host:
         judge=judge,
         backends=backends.build(config.restorer, criu, capability),
     )
+
+
+async def find_gpus(host: Host) -> None:
+    """What a command asks of the GPUs, in a helper that ends with it."""
+    try:
+        await host.find_gpus()
+    finally:
+        await host.cuda.close()
+        await host.jobs.close()
 
 
 def find_criu(name: str) -> tuple[Path | None, str]:

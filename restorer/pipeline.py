@@ -14,7 +14,7 @@ from policies.journal import Undo
 from policies.manifest import GpuState, Manifest
 from policies.replica import Event, State
 from policies.wire import Failure, JobKind, OperationState
-from restorer import gpustate, proof, undo
+from restorer import accounts, gpustate, proof, undo
 from restorer.attempt import Attempt, Ending, bounded, interrupted, journaled
 from restorer.box import Box
 from restorer.capture import capture
@@ -100,7 +100,7 @@ async def _resumed(attempt: Attempt, match: Match, manifest: Manifest, suspended
                 box.remember(lives=lives)
             await attempt.advance(Event.RESTORE, snapshot=manifest.id, incarnation=f"{box.id}-{lives}", start="resumed")
             await gpustate.resume(attempt.host, instance, resting.state, placement, attempt.stages)
-            await proof.proved(instance, attempt.engine, manifest, attempt.stages)
+            await proof.proved(attempt.host, instance, manifest, attempt.stages)
             await attempt.advance(Event.UP)
             return instance
     except (LeaseLost, StoreUnavailable):
@@ -125,6 +125,7 @@ async def _restored_or_cold(attempt: Attempt, match: Match, manifest: Manifest, 
             await asyncio.to_thread(host.snapshots.quarantine, manifest.id, str(error))
         if host.model(claim.job.model).on_restore_failure == "reject":
             raise
+        accounts.fell_back(host.tally, attempt.record, error)
         event = Event.START if attempt.record.state is State.MATCHING else Event.FALL_BACK
         return await _cold(attempt, match, event, f"restore of snapshot {manifest.id} failed: {error}")
 
@@ -134,8 +135,16 @@ async def _restored(attempt: Attempt, match: Match, manifest: Manifest) -> Insta
     host = attempt.host
     for mismatch in match.allowed:
         log.warning("snapshot %s is restored all the same: %s", manifest.id, mismatch)
+    with await asyncio.to_thread(host.snapshots.use, manifest.id):
+        return await _restored_from(attempt, manifest)
+
+
+async def _restored_from(attempt: Attempt, manifest: Manifest) -> Instance:
+    host = attempt.host
     await _verify_bytes(attempt, manifest)
     box = await fresh_box(host, attempt.stages)
+    # From here on the box says what it needs, to whoever would remove it.
+    box.remember(snapshot=manifest.id)
     placement = await _placed(attempt, box, manifest.gpu)
     changes = {"snapshot": manifest.id, "incarnation": box.id, "start": "restored"}
     if attempt.record.state is State.MATCHING:
@@ -186,11 +195,15 @@ async def _verify_bytes(attempt: Attempt, manifest: Manifest) -> None:
     with attempt.stages.timed("verify bytes") as stage:
         stage.bytes = manifest.bytes
         faults = list(await asyncio.to_thread(host.snapshots.verify, manifest, full=False))
+        accounts.faulty(host.tally, attempt.record.model, "bytes", faults)
         if manifest.gpu is not None:
-            faults += await asyncio.to_thread(host.weights.verify, manifest.gpu.weights)
+            found = await asyncio.to_thread(host.weights.verify, manifest.gpu.weights)
+            accounts.faulty(host.tally, attempt.record.model, "weights", found)
+            faults += found
         if faults:
             raise SnapshotError(f"snapshot {manifest.id} was changed: " + "; ".join(map(str, faults[:_SHOWN])))
         changed = await asyncio.to_thread(verify_files, manifest, host.stamps)
+        accounts.faulty(host.tally, attempt.record.model, "file", changed)
     if changed:
         remedy = "bring the donor's version back, or make a new snapshot with `rewake snapshot create`"
         raise HostIncompatible([Mismatch(f"file {fault.path}", fault.expected, fault.found, remedy) for fault in changed])
@@ -232,6 +245,7 @@ async def _admit(attempt: Attempt, instance: Instance, replicas: Replicas) -> No
     # First on this host's disk, so that a restorer that dies here finds an engine that it may or may not adopt.
     instance.box.remember(record=admitted.model_dump(mode="json"), inner_pid=instance.inner_pid)
     await attempt.host.jobs.settle(attempt.claim, Outcome(OperationState.SUCCEEDED, detail), admitted)
+    accounts.admitted(attempt.host.tally, admitted, attempt.began)
     replicas.adopt(instance, admitted)
     attempt.journal.done(number, time.perf_counter() - begun)
 
@@ -240,17 +254,19 @@ async def _give_up(attempt: Attempt, error: RestorerError) -> None:
     """Settle or release the job of a start that failed; everything it made is gone already."""
     host, claim = attempt.host, attempt.claim
     if isinstance(error, Cancelled):
-        await host.jobs.settle(
-            claim, Outcome(OperationState.CANCELLED, str(error)), attempt.moved(Event.CANCEL, reason=str(error))
-        )
+        cancelled = attempt.moved(Event.CANCEL, reason=str(error))
+        await host.jobs.settle(claim, Outcome(OperationState.CANCELLED, str(error)), cancelled)
+        accounts.failed(host.tally, cancelled, error)
         return
     if error.verdict.cls in _PASSING and claim.attempts < host.config.restorer.max_attempts:
         log.warning("start of %s failed, to be tried again: %s", claim.job.replica, error)
         await attempt.advance(Event.LEASE_LOST, incarnation="", start=None, reason=str(error))
         await host.jobs.release(claim, _RETRY_S * claim.attempts)
+        accounts.given_back(host.tally, attempt.record, error)
         return
     log.error("start of %s failed: %s", claim.job.replica, error)
     differs = isinstance(error, CanaryDiffers) and attempt.record.state is State.VERIFYING
+    ended = attempt.moved(Event.DIFFER if differs else Event.FAIL, reason=str(error))
     await host.jobs.settle(
         claim,
         Outcome(
@@ -260,8 +276,9 @@ async def _give_up(attempt: Attempt, error: RestorerError) -> None:
             failure=Failure(code="restore_failed", detail=error.brief, operation=claim.job.operation),
             failure_s=host.config.restorer.failure_backoff_s,
         ),
-        attempt.moved(Event.DIFFER if differs else Event.FAIL, reason=str(error)),
+        ended,
     )
+    accounts.failed(host.tally, ended, error)
 
 
 async def make_snapshot(host: Host, claim: Claim) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from policies.manifest import Manifest
-from restorer import canary, gpustate
+from restorer import accounts, canary, gpustate
 from restorer.box import Box
 from restorer.engines import HttpEngine
 from restorer.errors import CanaryDiffers, EngineDied, EngineNotReady
@@ -41,7 +41,7 @@ async def revived(
     try:
         instance = await gpustate.revive(host, box, engine, manifest, folder, stages, placement)
         await up()
-        await proved(instance, engine, manifest, stages)
+        await proved(host, instance, manifest, stages)
     except (EngineDied, EngineNotReady) as error:
         # Before the box goes, and its log with it.
         error.log = last_words(box)
@@ -49,10 +49,11 @@ async def revived(
     return instance
 
 
-async def proved(instance: Instance, engine: HttpEngine, manifest: Manifest, stages: Stages) -> None:
+async def proved(host: Host, instance: Instance, manifest: Manifest, stages: Stages) -> None:
     """It repeats the donor's answers; raises CanaryDiffers otherwise."""
-    with stages.timed("canary"):
-        async with connect(instance) as client:
-            verdict = await canary.check(client, engine, manifest.canary)
-    if not verdict.equal:
-        raise CanaryDiffers(f"the restored engine does not repeat its donor's answers: {verdict.difference}")
+    with accounts.compared(host.tally, manifest.profile.model):
+        with stages.timed("canary"):
+            async with connect(instance) as client:
+                verdict = await canary.check(client, instance.engine, manifest.canary)
+        if not verdict.equal:
+            raise CanaryDiffers(f"the restored engine does not repeat its donor's answers: {verdict.difference}")

@@ -5,6 +5,7 @@ They read the store's folder; only ``create`` needs a restorer that runs.
 
 from __future__ import annotations
 
+import functools
 import re
 import shlex
 import time
@@ -20,6 +21,7 @@ from policies.trust import shown
 from restorer.commands import OK, AsJson, ConfigFile, NoWait, Timeout, finish, model_named
 from restorer.console import bytes_bar, on_gpu, print_json, print_table, size, when
 from restorer.errors import SnapshotError
+from restorer.holds import users_of
 from restorer.operator import FAILED, Admin, Failed, load
 from restorer.signatures import Judge
 from restorer.snapshots import SnapshotStore, verify_files, verify_weights
@@ -89,7 +91,7 @@ def verify(id: str, config: ConfigFile = None, json_: AsJson = False) -> None:
     manifest, began = store.load(id), time.monotonic()
     verdict = judge_of(parsed).judge(store.folder(manifest.id), manifest)
     total = sum(item.bytes for item in manifest.objects)
-    with bytes_bar(manifest.id, total) as report:
+    with store.use(manifest.id), bytes_bar(manifest.id, total) as report:
         faults = [*store.verify(manifest.id, full=True, progress=lambda done, _: report(done))]
     faults += [*verify_files(manifest, _stamps(parsed)), *verify_weights(manifest, Path(parsed.state_dir), _stamps(parsed))]
     seconds = time.monotonic() - began
@@ -121,7 +123,8 @@ def rm(ids: Annotated[list[str], typer.Argument(metavar="ID...")], config: Confi
 def store_of(config: Config) -> SnapshotStore:
     """The snapshots of this host. Raises Failed."""
     try:
-        return SnapshotStore(Path(config.state_dir) / "snapshots", _stamps(config))
+        users = functools.partial(users_of, Path(config.run_dir))
+        return SnapshotStore(Path(config.state_dir) / "snapshots", _stamps(config), users=users)
     except OSError as error:
         raise Failed(f"{error.filename}: {error.strerror}; snapshots are read by the user that runs the restorer") from None
 

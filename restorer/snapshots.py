@@ -35,9 +35,10 @@ from types import TracebackType
 from pydantic import ValidationError
 
 from policies.manifest import FORMATS, Manifest, SnapshotObject, canonical
-from restorer import chunks, signatures
+from restorer import chunks, holds, signatures
 from restorer.errors import SnapshotError
 from restorer.files import allocated, dig_holes, disk_space, fsync, fsync_tree, write_durable
+from restorer.holds import Hold, Users
 from restorer.integrity import FOLDERS, MANIFEST, Fault, differences, named, shape, strangers, verify_files
 from restorer.stamps import SETTLE_NS, THREADS, Stamps
 from restorer.trees import capture_tree, lay_tree
@@ -99,11 +100,13 @@ class SnapshotStore:
         root: made if missing, private to the running user.
         stamps: what is known to be unchanged, so that :meth:`verify` need not read it again.
         sign: the signature of a manifest's bytes, if what is committed is to be signed.
+        users: what runs from which snapshot; none of these is removed.
     """
 
-    def __init__(self, root: Path, stamps: Stamps, sign: Signer = lambda _: None) -> None:
+    def __init__(self, root: Path, stamps: Stamps, sign: Signer = lambda _: None, users: Users = dict) -> None:
         self.root = root
         self.sign = sign
+        self._users = users
         self._stamps = stamps
         self._verdicts = root / "verdicts"
         self._manifests: dict[str, tuple[tuple[int, ...], Manifest]] = {}
@@ -205,18 +208,27 @@ class SnapshotStore:
         faults += differences({str(folder / item.path): (item.path, item.sha256) for item in sound}, hashes)
         return faults
 
+    def use(self, id: str) -> Hold:
+        """The right to use a snapshot: until it is closed, nobody removes it. Blocks for moments.
+
+        Raises:
+            InUse: it is being made or removed. Environment: it is gone.
+        """
+        return holds.use(self.root / id)
+
     def remove(self, id: str) -> None:
         """Remove a snapshot: its manifest first, so that a crash half-way leaves none. Its verdicts stay.
 
         Raises:
-            SnapshotError: there is none with exactly this id.
+            SnapshotError: there is none with exactly this id. InUse: somebody uses it, who is named.
         """
         folder = self.root / id
         if not _ID.fullmatch(id) or not folder.is_dir():
             raise SnapshotError(f"there is no snapshot {id!r} in {self.root}; `rewake snapshot ls` lists them")
-        (folder / MANIFEST).unlink(missing_ok=True)
-        fsync(folder)
-        shutil.rmtree(folder)
+        with holds.alone(folder, self._users):
+            (folder / MANIFEST).unlink(missing_ok=True)
+            fsync(folder)
+            shutil.rmtree(folder)
 
     def sweep(self, *, older_than_s: float = 3600.0) -> Sequence[str]:
         """Remove what a crash left behind: staging folders nobody makes any more, and folders without a manifest.

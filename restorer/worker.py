@@ -9,12 +9,12 @@ import asyncio
 import contextlib
 import time
 
-from policies.wire import HostReport, JobKind, OperationState
-from restorer import pipeline, undo
+from policies.wire import HostReport, JobKind, OperationState, SnapshotSummary
+from restorer import accounts, collector, pipeline, undo
+from restorer.accounts import Held
 from restorer.attempt import report
 from restorer.errors import Cancelled, RestorerError
 from restorer.host import Host, log
-from restorer.integrity import MANIFEST
 from restorer.jobs import Claim, Outcome, StoreUnavailable
 from restorer.replicas import Replicas
 from restorer.suspects import Suspects
@@ -36,6 +36,7 @@ class Worker:
         self._suspects = Suspects(host, self._replicas)
         self._tasks = Tasks(host)
         self._jobs: set[asyncio.Task[None]] = set()
+        self._held: dict[str, Held] = {}
         self._starting = 0
         self._due = asyncio.Event()
 
@@ -44,9 +45,8 @@ class Worker:
         host = self._host
         await host.find_gpus()
         await self._prepare()
-        loops = [
-            asyncio.create_task(loop) for loop in (self._listen(), self._keep_house(), self._claim_jobs(), self._tasks.run())
-        ]
+        work = (self._listen(), self._keep_house(), self._claim_jobs(), self._tasks.run(), collector.run(host))
+        loops = [asyncio.create_task(loop) for loop in work]
         waiter = asyncio.create_task(stop.wait())
         try:
             done, _ = await asyncio.wait([waiter, *loops], return_when=asyncio.FIRST_COMPLETED)
@@ -85,12 +85,7 @@ class Worker:
     def _sweep(self) -> list[str]:
         """Remove what was left half-made, and weights that no snapshot names any more."""
         snapshots, weights = self._host.snapshots, self._host.weights
-        removed = list(snapshots.sweep(older_than_s=0.0))
-        found = snapshots.list()
-        if len(found) < sum((path / MANIFEST).exists() for path in snapshots.root.iterdir()):
-            # A manifest of a later version cannot be read, and may name any of them.
-            return removed
-        return removed + list(weights.sweep({one.digest for manifest in found if manifest.gpu for one in manifest.gpu.weights}))
+        return [*snapshots.sweep(older_than_s=0.0), *collector.sweep_weights(snapshots, weights, 0.0)]
 
     async def _listen(self) -> None:
         """Turn hints into wake-ups; a lost connection is opened again."""
@@ -136,17 +131,22 @@ class Worker:
     async def _run_job(self, claim: Claim) -> None:
         """One job under its lease. The lease's loss cancels the work, and the work undoes itself."""
         log.info("job %s: %s %s", claim.job.id, claim.job.kind, claim.job.replica or claim.job.model)
+        self._held[claim.job.id] = Held(claim.job.kind, time.monotonic())
+        if claim.inherited:
+            self._host.tally.inc("lease_takeovers", claim.job.kind)
         work = asyncio.create_task(self._work(claim))
         lease = asyncio.create_task(self._hold(claim))
         try:
             await asyncio.wait([work, lease], return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
                 log.error("job %s: the lease was lost; undoing", claim.job.id)
+                self._host.tally.inc("leases_lost", claim.job.kind)
         finally:
             lease.cancel()
             work.cancel()
             results = await asyncio.gather(work, lease, return_exceptions=True)
             self._note(claim, results[0])
+            self._held.pop(claim.job.id, None)
             await self._host.progress.end(claim.job.id)
         await self._make_ready()
 
@@ -205,21 +205,13 @@ class Worker:
             try:
                 if tick % _SUMMARY_EVERY == 0:
                     summaries = await asyncio.to_thread(self._host.summaries)
+                    await accounts.observe_gpus(self._host)
                     await self._replicas.repeat_records()
                     await undo.reconcile(self._host, self._replicas.kept())
                     if forgotten != (snapshots := {summary.id for summary in summaries}):
                         await self._forget_stages(snapshots)
                         forgotten = snapshots
-                await self._host.jobs.report(
-                    HostReport(
-                        host=self._host.name,
-                        capable=self._host.criu is not None,
-                        capability=self._host.capability,
-                        snapshots=summaries,
-                        running=len(self._replicas),
-                        parallel_starts=self._host.config.restorer.parallel_starts,
-                    )
-                )
+                await self._report(summaries)
                 await self._replicas.park_idle()
                 await self._suspects.look()
                 await self._replicas.suspended.expire()
@@ -227,6 +219,25 @@ class Worker:
                 log.warning("%s", error)
             tick += 1
             await asyncio.sleep(_TICK_S)
+
+    async def _report(self, summaries: tuple[SnapshotSummary, ...]) -> None:
+        host, held, running = self._host, list(self._held.values()), len(self._replicas)
+        gauges = await asyncio.to_thread(accounts.observe, host, held, running, summaries)
+        report = HostReport(
+            host=host.name,
+            capable=host.criu is not None,
+            capability=host.capability,
+            snapshots=summaries,
+            running=running,
+            parallel_starts=host.config.restorer.parallel_starts,
+            gauges=gauges,
+        )
+        counted = host.tally.take()
+        try:
+            await host.jobs.report(report, counted)
+        except BaseException:
+            host.tally.put_back(counted)
+            raise
 
     async def _forget_stages(self, snapshots: set[str]) -> None:
         """How long starts from a snapshot took is of no use when it is gone."""

@@ -24,6 +24,7 @@ from restorer.host import News
 from restorer.jobs import JobStore
 from restorer.journal import Journals
 from restorer.progress import ProgressBoard
+from restorer.tally import Tally
 from restorer.worker import Worker
 
 ENGINE = {"kind": "http", "command": ["/bin/true"]}
@@ -70,9 +71,11 @@ async def bench(url: str, config: Config = CONFIG, snapshots: tuple[SnapshotSumm
         snapshots=SimpleNamespace(sweep=lambda older_than_s: [], list=list, root=Path("/proc/self/fdinfo")),
         criu=None,
         capability="",
+        tally=Tally(),
+        gpus=SimpleNamespace(facts=None),
         discard=nothing,
         journals=Journals(Path(folder.name)),
-        weights=SimpleNamespace(sweep=lambda used: []),
+        weights=SimpleNamespace(sweep=lambda used, older_than_s: []),
         boxes=SimpleNamespace(discard=nothing, close=nothing, fill=nothing, survivors=nothing),
     )
     operations = Operations(store, Registry(config.models), lambda model: Sharing.of(config, model))
