@@ -24,7 +24,7 @@ import typer
 from gateway import keys
 from policies.config import Config
 from policies.replica import TERMINAL
-from restorer import commands, retention_commands, rundir, snapshot_commands, trust_commands
+from restorer import commands, journal_commands, retention_commands, rundir, snapshot_commands, trust_commands
 from restorer import doctor as doctors
 from restorer.commands import AsJson, ConfigFile, NoWait, Timeout, finish, model_named
 from restorer.console import print_json, print_table, when
@@ -151,7 +151,7 @@ def doctor(config: ConfigFile = None, json_: AsJson = False) -> None:
     raise typer.Exit(FAILED if any(finding.ok == "fail" for finding in findings) else OK)
 
 
-for _each in (keys.key, commands.reload, commands.restart):
+for _each in (keys.key, journal_commands.journal, commands.reload, commands.restart):
     app.command()(_each)
 
 # ---------------------------------------------------------------- replicas

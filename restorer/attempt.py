@@ -14,11 +14,12 @@ from typing import Any
 from policies.failures import Verdict
 from policies.journal import Outcome, Trail
 from policies.replica import Event, Replica, State, advance
+from policies.wire import demand
 from restorer import undo
 from restorer.engines import adapter
 from restorer.errors import Cancelled, Environment
 from restorer.host import Host
-from restorer.jobs import Claim, StoreUnavailable, demand
+from restorer.jobs import Claim, StoreUnavailable
 from restorer.journal import Journal
 from restorer.stages import Stages
 

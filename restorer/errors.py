@@ -103,6 +103,12 @@ class EngineNotReady(RestorerError):
     kind = "transient"
 
 
+class HeldBack(RestorerError):
+    """The snapshot that would do failed a moment ago; it is tried again after a pause."""
+
+    kind = "transient"
+
+
 class Cancelled(RestorerError):
     """Nobody wants the result any more, or the right to make it was lost."""
 

@@ -16,15 +16,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import redis.asyncio
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from policies.journal import Trail
-from policies.replica import TERMINAL, Replica, State
+from policies.replica import TERMINAL, Replica
 from policies.tasks import PROGRESS_TTL_S, TASK_TTL_S, Progress, Task
 from policies.tracing import SPANS_KEPT, Span
+from policies.verdicts import Note
 from policies.wire import (
     COLD,
     OPERATION_TTL_S,
@@ -41,10 +42,12 @@ from policies.wire import (
     Keys,
     OperationState,
     StageKey,
+    durations,
 )
 from restorer.errors import RestorerError
 
 T = TypeVar("T", bound=BaseModel)
+_NOTES = TypeAdapter(list[Note])
 _CALL_S = 5.0
 _SPANS_TTL_S = 600
 
@@ -168,7 +171,7 @@ class JobStore:
         job = claim.job
         written: dict[str, Any] = {}
         if record is not None:
-            stages = [(key.field, seconds) for key, seconds in _durations(record)]
+            stages = [(key.field, seconds) for key, seconds in durations(record)]
             written = {"replica": record.id, "record": _encoded(record), "stages": stages, "samples": STAGE_SAMPLES}
         done = await self._call(
             "settle",
@@ -199,6 +202,22 @@ class JobStore:
         pipe.ltrim(self.keys.journal, 0, TRAILS - 1)
         with _translated():
             await pipe.execute()
+
+    async def tell_verdicts(self, notes: Mapping[str, Sequence[Note]]) -> None:
+        """Tell other hosts what became of restores here: snapshot -> its notes, instead of those told before."""
+        fields = {f"{id}\t{self.host}": _NOTES.dump_json(list(notes[id]), by_alias=True).decode() for id in notes}
+        with _translated():
+            await self._client.hset(self.keys.verdicts, mapping=fields)
+
+    async def verdicts(self) -> dict[str, list[Note]]:
+        """Snapshot -> what every host has told of it."""
+        with _translated():
+            found = await self._client.hgetall(self.keys.verdicts)
+        heard: dict[str, list[Note]] = {}
+        for field, text in found.items():
+            with contextlib.suppress(ValidationError):
+                heard.setdefault(field.partition("\t")[0], []).extend(_NOTES.validate_json(text))
+        return heard
 
     async def replicas(self) -> dict[str, Replica]:
         """Every replica record."""
@@ -377,17 +396,5 @@ def _encoded(record: Replica) -> str:
     return record.model_copy(update={"seq": 0}).model_dump_json()
 
 
-def _durations(record: Replica) -> Iterator[tuple[StageKey, float]]:
-    """What an admitted replica's start took, stage by stage."""
-    if record.state is State.ADMITTED:
-        origin = record.snapshot if record.start == "restored" and record.snapshot else COLD
-        yield from ((StageKey(record.host, origin, stage.name), stage.seconds) for stage in record.stages)
-
-
 def _ms(seconds: float) -> int:
     return int(seconds * 1000)
-
-
-def demand(reports: Sequence[GatewayReport], model: str) -> int:
-    """Live requests for a model over all gateways: held, in flight, or turned away a moment ago."""
-    return sum(load.demand for report in reports if (load := report.models.get(model)) is not None)

@@ -19,7 +19,7 @@ from restorer.attempt import Attempt, Ending, bounded, interrupted, journaled
 from restorer.box import Box
 from restorer.capture import capture
 from restorer.engines import HttpEngine, adapter
-from restorer.errors import CanaryDiffers, Cancelled, EngineDied, HostIncompatible, RestorerError, SnapshotError
+from restorer.errors import CanaryDiffers, Cancelled, EngineDied, HeldBack, HostIncompatible, RestorerError, SnapshotError
 from restorer.gpus import Placement
 from restorer.host import Host, Match, log
 from restorer.instance import Instance, connect, ignite
@@ -73,6 +73,8 @@ async def _started(attempt: Attempt, replicas: Replicas, ending: Ending) -> Inst
         instance = await _resumed(attempt, match, match.manifest, replicas.suspended)
         return instance or await _restored_or_cold(attempt, match, match.manifest, ending)
     why = match.why if obstacle is None else obstacle
+    if match.held and host.model(name).on_restore_failure == "reject":
+        raise HeldBack(why)
     if host.model(name).on_no_snapshot == "reject":
         if match.refused:
             raise HostIncompatible([m for found in match.refused.values() for m in found])
@@ -121,8 +123,7 @@ async def _restored_or_cold(attempt: Attempt, match: Match, manifest: Manifest, 
     except RestorerError as error:
         ending.verdict = verdict = error.verdict
         log.warning("restore of %s from %s failed: %s (%s)", claim.job.replica, manifest.id, error, verdict)
-        if verdict.cls == "snapshot":
-            await asyncio.to_thread(host.snapshots.quarantine, manifest.id, str(error))
+        await asyncio.to_thread(host.blame, manifest.id, error)
         if host.model(claim.job.model).on_restore_failure == "reject":
             raise
         accounts.fell_back(host.tally, attempt.record, error)
@@ -247,6 +248,8 @@ async def _admit(attempt: Attempt, instance: Instance, replicas: Replicas) -> No
     await attempt.host.jobs.settle(attempt.claim, Outcome(OperationState.SUCCEEDED, detail), admitted)
     accounts.admitted(attempt.host.tally, admitted, attempt.began)
     replicas.adopt(instance, admitted)
+    if admitted.start == "restored" and admitted.snapshot is not None:
+        await asyncio.to_thread(attempt.host.praise, admitted.snapshot)
     attempt.journal.done(number, time.perf_counter() - begun)
 
 

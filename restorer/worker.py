@@ -208,6 +208,7 @@ class Worker:
                     await accounts.observe_gpus(self._host)
                     await self._replicas.repeat_records()
                     await undo.reconcile(self._host, self._replicas.kept())
+                    await self._host.snapshots.verdicts.exchange(self._host.jobs)
                     if forgotten != (snapshots := {summary.id for summary in summaries}):
                         await self._forget_stages(snapshots)
                         forgotten = snapshots

@@ -68,7 +68,9 @@ async def bench(url: str, config: Config = CONFIG, snapshots: tuple[SnapshotSumm
         config=config,
         model=config.models.__getitem__,
         summaries=lambda: snapshots,
-        snapshots=SimpleNamespace(sweep=lambda older_than_s: [], list=list, root=Path("/proc/self/fdinfo")),
+        snapshots=SimpleNamespace(
+            verdicts=SimpleNamespace(exchange=nothing), sweep=lambda older_than_s: [], list=list, root=Path("/proc/self/fdinfo")
+        ),
         criu=None,
         capability="",
         tally=Tally(),
