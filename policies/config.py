@@ -17,6 +17,7 @@ from policies.balance import Balance
 from policies.groups import Group
 from policies.holding import Bounds, Hold
 from policies.observing import Metrics
+from policies.reading import Restore
 from policies.retention import Retention
 from policies.scalars import Bytes, Count, PositiveSeconds, Seconds, Section
 from policies.schedule import Window
@@ -164,6 +165,7 @@ class Model(Section):
     total_timeout_s: PositiveSeconds | None = None
     """From dispatch to the end of the response; None: for as long as it moves."""
     snapshot: SnapshotPolicy = SnapshotPolicy()
+    restore: Restore = Restore()
     canary: Canary = Canary()
 
     @model_validator(mode="after")

@@ -13,6 +13,7 @@ from typing import Any
 
 from policies.failures import Verdict
 from policies.journal import Outcome, Trail
+from policies.manifest import Manifest
 from policies.replica import Event, Replica, State, advance
 from policies.wire import demand
 from restorer import undo
@@ -30,6 +31,8 @@ class Attempt:
     def __init__(self, host: Host, claim: Claim, stages: Stages, journal: Journal) -> None:
         self.host, self.claim, self.stages, self.journal = host, claim, stages, journal
         self.began = time.monotonic()
+        self.source: Manifest | None = None
+        """What it was restored from."""
         model = host.model(claim.job.model)
         self.engine = adapter(claim.job.model, model)
         self.record = Replica(

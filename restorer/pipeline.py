@@ -14,7 +14,7 @@ from policies.journal import Undo
 from policies.manifest import GpuState, Manifest
 from policies.replica import Event, State
 from policies.wire import Failure, JobKind, OperationState
-from restorer import accounts, gpustate, proof, undo
+from restorer import accounts, gpustate, prefetch, proof, undo
 from restorer.attempt import Attempt, Ending, bounded, interrupted, journaled
 from restorer.box import Box
 from restorer.capture import capture
@@ -25,6 +25,7 @@ from restorer.host import Host, Match, log
 from restorer.instance import Instance, connect, ignite
 from restorer.integrity import verify_files
 from restorer.jobs import Claim, LeaseLost, Outcome, StoreUnavailable
+from restorer.reckoning import reckoned, told
 from restorer.replicas import Replicas
 from restorer.stages import Stages
 from restorer.suspended import Suspended
@@ -159,7 +160,10 @@ async def _restored_from(attempt: Attempt, manifest: Manifest) -> Instance:
     async def up() -> None:
         await attempt.advance(Event.UP)
 
-    return await proof.revived(host, box, attempt.engine, manifest, folder, attempt.stages, placement, up)
+    async with prefetch.beside(manifest.files, attempt.engine.model.restore) as touched:
+        instance = await proof.revived(host, box, attempt.engine, manifest, folder, attempt.stages, placement, up, touched)
+    attempt.source = manifest
+    return instance
 
 
 async def _placed(attempt: Attempt, box: Box, state: GpuState | None) -> Placement | None:
@@ -242,7 +246,9 @@ async def _admit(attempt: Attempt, instance: Instance, replicas: Replicas) -> No
     detail = await interrupted(attempt.host, attempt.claim)
     number = attempt.journal.step("admit")
     begun = time.perf_counter()
-    admitted = attempt.moved(Event.ADMIT, address=instance.box.address)
+    changes = reckoned(attempt.stages, attempt.source, attempt.engine.model.restore, attempt.host.rates)
+    admitted = attempt.moved(Event.ADMIT, address=instance.box.address, **changes)
+    told(admitted)
     # First on this host's disk, so that a restorer that dies here finds an engine that it may or may not adopt.
     instance.box.remember(record=admitted.model_dump(mode="json"), inner_pid=instance.inner_pid)
     await attempt.host.jobs.settle(attempt.claim, Outcome(OperationState.SUCCEEDED, detail), admitted)

@@ -16,6 +16,7 @@ from restorer.errors import CanaryDiffers, EngineDied, EngineNotReady
 from restorer.gpus import Placement
 from restorer.host import Host
 from restorer.instance import Instance, connect, last_words
+from restorer.prefetch import Touched
 from restorer.stages import Stages
 
 
@@ -28,12 +29,14 @@ async def revived(
     stages: Stages,
     placement: Placement | None,
     up: Callable[[], Awaitable[object]],
+    touched: Touched | None = None,
 ) -> Instance:
     """Restore what is in ``folder`` into an empty box and compare its answers with its donor's.
 
     Args:
         folder: where ``images`` and ``scratch`` are.
         up: called between the two.
+        touched: what is read beside it, of which the canary's time is told.
 
     Raises:
         CanaryDiffers: it answers otherwise. Otherwise as :func:`restorer.gpustate.revive`; the box must be ended.
@@ -41,7 +44,7 @@ async def revived(
     try:
         instance = await gpustate.revive(host, box, engine, manifest, folder, stages, placement)
         await up()
-        await proved(host, instance, manifest, stages)
+        await proved(host, instance, manifest, stages, touched)
     except (EngineDied, EngineNotReady) as error:
         # Before the box goes, and its log with it.
         error.log = last_words(box)
@@ -49,11 +52,12 @@ async def revived(
     return instance
 
 
-async def proved(host: Host, instance: Instance, manifest: Manifest, stages: Stages) -> None:
+async def proved(host: Host, instance: Instance, manifest: Manifest, stages: Stages, touched: Touched | None = None) -> None:
     """It repeats the donor's answers; raises CanaryDiffers otherwise."""
-    with accounts.compared(host.tally, manifest.profile.model):
-        with stages.timed("canary"):
-            async with connect(instance) as client:
-                verdict = await canary.check(client, instance.engine, manifest.canary)
+    with accounts.compared(host.tally, manifest.profile.model), stages.timed("canary") as stage:
+        if touched is not None:
+            stage.of(touched.cached, touched.bytes)
+        async with connect(instance) as client:
+            verdict = await canary.check(client, instance.engine, manifest.canary)
         if not verdict.equal:
             raise CanaryDiffers(f"the restored engine does not repeat its donor's answers: {verdict.difference}")

@@ -15,13 +15,16 @@ from typing import Annotated, Any
 
 import typer
 
+from policies import reading
 from policies.config import Config
+from policies.floor import forecast_s
 from policies.manifest import Manifest
 from policies.trust import shown
 from policies.verdicts import Note, Standing
 from restorer.commands import OK, AsJson, ConfigFile, NoWait, Timeout, finish, model_named
 from restorer.console import bytes_bar, on_gpu, print_json, print_table, size, when
 from restorer.errors import SnapshotError
+from restorer.floor import known
 from restorer.holds import users_of
 from restorer.operator import FAILED, Admin, Failed, load
 from restorer.signatures import Judge
@@ -79,6 +82,7 @@ def show(id: str, config: ConfigFile = None, json_: AsJson = False) -> None:
         "FILES": f"{len(manifest.files)} outside the snapshot must be unchanged",
         "CANARY": f"{len(manifest.canary)} requests, {sum(exchange.tokens for exchange in manifest.canary)} tokens",
         "PROCESSES": f"{len(manifest.pids)} pids and tids under {manifest.root_pid}",
+        **_restores(parsed, manifest),
         "FOLDER": str(store.folder(manifest.id)),
     }
     print_table(["SNAPSHOT", manifest.id], list(rows.items()))
@@ -132,6 +136,18 @@ def release(id: str, config: ConfigFile = None) -> None:
         return
     verdicts.note(manifest.id, Note(what="released", host=verdicts.host, at_ms=time.time_ns() // 1_000_000))
     print(f"released {manifest.id}, which was {f'quarantined: {before.quarantined}' if before.quarantined else before.held}")
+
+
+def _restores(config: Config, manifest: Manifest) -> dict[str, str]:
+    """What a restore of it does on this host, why, and what it takes at the least."""
+    rates, model = known(Path(config.state_dir)), config.models.get(manifest.profile.model)
+    rows = {}
+    if model is not None:
+        rows["RESTORE"] = "\n".join(reading.choices(model.restore, manifest, rates))
+    if rates is not None:
+        cold, warm = (forecast_s(manifest, rates, cached=cached) for cached in (0.0, 1.0))
+        rows["FLOOR"] = f"{cold:.2f} s from the disk, {warm:.2f} s from the page cache"
+    return rows
 
 
 def store_of(config: Config) -> SnapshotStore:

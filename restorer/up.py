@@ -156,6 +156,13 @@ class Up:
         await network.free(self.config.restorer.network)
         note = asyncio.ensure_future(self.note()) if self.note else None
         self._sockets = listening.bind(self.config)
+        tls = self.config.gateway.tls
+        at = rundir.Address(
+            url=base_url(self.config, self._sockets[0]),
+            certificate=None if tls is None else tls.certificate,
+            run_dir=self.config.run_dir,
+        )
+        rundir.announce(at, Path(self.config.state_dir))
         if not url:
             store, url = embedded.child(Path(self.config.run_dir), account)
             supervisor.start(store)

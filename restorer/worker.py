@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from typing import Any
 
+from policies.floor import Rates
 from policies.wire import HostReport, JobKind, OperationState, SnapshotSummary
 from restorer import accounts, collector, pipeline, undo
 from restorer.accounts import Held
@@ -39,6 +41,7 @@ class Worker:
         self._held: dict[str, Held] = {}
         self._starting = 0
         self._due = asyncio.Event()
+        self._measuring: asyncio.Task[Rates | None] | None = None
 
     async def run(self, stop: asyncio.Event) -> None:
         """Work until ``stop`` is set; then undo and stop everything."""
@@ -54,9 +57,10 @@ class Worker:
                 task.result()
         finally:
             waiter.cancel()
-            for task in [*loops, *self._jobs]:
+            ending: list[asyncio.Task[Any]] = [*loops, *self._jobs, *([self._measuring] if self._measuring else [])]
+            for task in ending:
                 task.cancel()
-            await asyncio.gather(*loops, *self._jobs, return_exceptions=True)
+            await asyncio.gather(*ending, return_exceptions=True)
             await self._tasks.close()
             await self._suspects.close()
             await self._replicas.stop_all(reason="the restorer was stopped", drain_s=_STOP_DRAIN_S)
@@ -216,10 +220,18 @@ class Worker:
                 await self._replicas.park_idle()
                 await self._suspects.look()
                 await self._replicas.suspended.expire()
+                if summaries and not self._jobs:
+                    self._measure()
             except StoreUnavailable as error:
                 log.warning("%s", error)
             tick += 1
             await asyncio.sleep(_TICK_S)
+
+    def _measure(self) -> None:
+        """How fast this host is, if that is not known: whoever restores next would like to know, and nobody waits for it now."""
+        speed = self._host.speed
+        if self._measuring is None and speed is not None and speed.rates is None:
+            self._measuring = asyncio.create_task(speed.measured())
 
     async def _report(self, summaries: tuple[SnapshotSummary, ...]) -> None:
         host, held, running = self._host, list(self._held.values()), len(self._replicas)
