@@ -16,7 +16,7 @@ from pydantic import AfterValidator, Field, JsonValue, ValidationError, field_va
 from policies.balance import Balance
 from policies.groups import Group
 from policies.holding import Bounds, Hold
-from policies.observing import Metrics
+from policies.observing import Metrics, Tracing
 from policies.reading import Restore
 from policies.retention import Retention
 from policies.scalars import Bytes, Count, PositiveSeconds, Seconds, Section
@@ -302,6 +302,7 @@ class Config(Section):
     trust: Trust = Trust()
     """Whose snapshots may be restored on this host, and what may be in them."""
     metrics: Metrics = Metrics()
+    tracing: Tracing = Tracing()
     state_dir: Annotated[str, Field(pattern="^/")] = "/var/lib/rewake"
     """Snapshots, engine logs and verification stamps; on a disk with room for them."""
     run_dir: Annotated[str, Field(pattern="^/")] = "/run/rewake"

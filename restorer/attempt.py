@@ -18,19 +18,76 @@ from policies.replica import Event, Replica, State, advance
 from policies.wire import demand
 from restorer import undo
 from restorer.engines import adapter
-from restorer.errors import Cancelled, Environment
+from restorer.errors import Cancelled, Environment, RestorerError
 from restorer.host import Host
-from restorer.jobs import Claim, StoreUnavailable
+from restorer.jobs import Claim, LeaseLost, StoreUnavailable
 from restorer.journal import Journal
-from restorer.stages import Stages
 
 
-class Attempt:
-    """One try of a START job: its record, its journal and its clock."""
+class Work:
+    """One attempt of any job: its clock and its journal."""
 
-    def __init__(self, host: Host, claim: Claim, stages: Stages, journal: Journal) -> None:
-        self.host, self.claim, self.stages, self.journal = host, claim, stages, journal
-        self.began = time.monotonic()
+    def __init__(self, host: Host, claim: Claim) -> None:
+        self.host, self.claim, self.began = host, claim, time.monotonic()
+        self.stages = host.progress.stages(claim.job)
+        self.detail = ""
+        """What its journal says at its end."""
+        self.verdict: Verdict | None = None
+        """Whose fault it was that a restore failed."""
+
+    @property
+    def journal(self) -> Journal:
+        assert self.stages.journal is not None, "within journaled() alone"
+        return self.stages.journal
+
+    @contextlib.asynccontextmanager
+    async def journaled(self) -> AsyncIterator[None]:
+        """Whatever is raised within is undone before it is raised on; what could not be undone keeps the journal open.
+
+        Raises:
+            Environment: nothing can be written down, so nothing may be done.
+        """
+        host, job = self.host, self.claim.job
+        what = {"operation": job.operation, "job": job.id, "kind": job.kind.value, "model": job.model, "replica": job.replica}
+        journal = self.stages.journal = host.journals.begin(**what, attempt=self.claim.attempts, host=host.name)
+        outcome: Outcome = "interrupted"
+        try:
+            async with undo.unwinding(host, journal):
+                yield
+            outcome = "succeeded"
+        except (LeaseLost, StoreUnavailable) as error:
+            self.detail = str(error)
+            raise
+        except RestorerError as error:
+            outcome = "cancelled" if isinstance(error, Cancelled) else "failed"
+            self.detail, self.verdict = str(error), error.verdict
+            raise
+        finally:
+            await asyncio.shield(self._closed(journal, outcome))
+
+    async def _closed(self, journal: Journal, outcome: Outcome) -> None:
+        done = outcome == "succeeded" or await undo.unwind(self.host, journal)
+        await report(self.host, await self.host.journals.end(journal, outcome if done else None, self.detail, self.verdict))
+
+    async def bounded(self) -> None:
+        """A failed try is counted when it fails; one that took the restorer with it has to be counted here."""
+        if self.claim.attempts > self.host.config.restorer.max_attempts:
+            tries = f"it was begun {self.claim.attempts - 1} times, and each time the restorer ended before it"
+            raise Environment(f"{tries}: {await self.interrupted() or 'see its log'}")
+
+    async def interrupted(self) -> str:
+        """What earlier attempts of this job came to that ended with their restorer; empty: there was none."""
+        if self.claim.attempts == 1:
+            return ""
+        trails = [one for one in await asyncio.to_thread(self.host.journals.history) if one.job == self.claim.job.id]
+        return " | ".join(f"attempt {one.attempt}: {undo.summary(one)}" for one in trails if one.outcome == "interrupted")
+
+
+class Attempt(Work):
+    """One try of a START job: its record too."""
+
+    def __init__(self, host: Host, claim: Claim) -> None:
+        super().__init__(host, claim)
         self.source: Manifest | None = None
         """What it was restored from."""
         model = host.model(claim.job.model)
@@ -43,6 +100,7 @@ class Attempt:
             host=host.name,
             port=model.engine.port,
             concurrency=model.concurrency,
+            trace=claim.job.trace,
         )
 
     def moved(self, event: Event, **changes: Any) -> Replica:
@@ -69,54 +127,7 @@ class Attempt:
             raise Cancelled("every client that waited for it has left")
 
 
-class Ending:
-    """How an attempt ends, for its journal."""
-
-    outcome: Outcome = "interrupted"
-    """Unless somebody says better: its lease was lost, or its restorer ends."""
-    detail: str = ""
-    verdict: Verdict | None = None
-
-    def put(self, outcome: Outcome, detail: str = "", verdict: Verdict | None = None) -> None:
-        self.outcome, self.detail, self.verdict = outcome, detail, verdict or self.verdict
-
-
-@contextlib.asynccontextmanager
-async def journaled(host: Host, claim: Claim) -> AsyncIterator[tuple[Journal, Stages, Ending]]:
-    """The journal of an attempt, closed at its end; what could not be undone keeps it open, for another try."""
-    job = claim.job
-    what = {"operation": job.operation, "job": job.id, "kind": job.kind.value, "model": job.model, "replica": job.replica}
-    journal, ending = host.journals.begin(**what, attempt=claim.attempts, host=host.name), Ending()
-    stages = host.progress.stages(job)
-    stages.journal = journal
-    try:
-        yield journal, stages, ending
-    finally:
-        await asyncio.shield(_closed(host, journal, ending))
-
-
-async def _closed(host: Host, journal: Journal, ending: Ending) -> None:
-    done = ending.outcome == "succeeded" or await undo.unwind(host, journal)
-    trail = await host.journals.end(journal, ending.outcome if done else None, ending.detail, ending.verdict)
-    await report(host, trail)
-
-
 async def report(host: Host, trail: Trail) -> None:
     """Tell the store what became of an attempt, for those who look from elsewhere; the journal itself stays here."""
     with contextlib.suppress(StoreUnavailable):
         await host.jobs.tell(trail)
-
-
-async def bounded(host: Host, claim: Claim) -> None:
-    """A failed try is counted when it fails; one that took the restorer with it has to be counted here."""
-    if claim.attempts > host.config.restorer.max_attempts:
-        tries = f"it was begun {claim.attempts - 1} times, and each time the restorer ended before it"
-        raise Environment(f"{tries}: {await interrupted(host, claim) or 'see its log'}")
-
-
-async def interrupted(host: Host, claim: Claim) -> str:
-    """What earlier attempts of this job came to that ended with their restorer; empty: there was none."""
-    if claim.attempts == 1:
-        return ""
-    trails = [trail for trail in await asyncio.to_thread(host.journals.history) if trail.job == claim.job.id]
-    return " | ".join(f"attempt {one.attempt}: {undo.summary(one)}" for one in trails if one.outcome == "interrupted")

@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import redis.asyncio
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, ValidationError
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
@@ -25,7 +25,6 @@ from policies.journal import Trail
 from policies.replica import TERMINAL, Replica
 from policies.tasks import PROGRESS_TTL_S, TASK_TTL_S, Progress, Task
 from policies.tracing import SPANS_KEPT, Span
-from policies.verdicts import Note
 from policies.wire import (
     COLD,
     OPERATION_TTL_S,
@@ -47,7 +46,6 @@ from policies.wire import (
 from restorer.errors import RestorerError
 
 T = TypeVar("T", bound=BaseModel)
-_NOTES = TypeAdapter(list[Note])
 _CALL_S = 5.0
 _SPANS_TTL_S = 600
 
@@ -112,6 +110,8 @@ class JobStore:
         self._client: Any = redis.asyncio.from_url(url, retry=Retry(NoBackoff(), 1), **common)
         self._listener: Any = redis.asyncio.from_url(url, retry=Retry(NoBackoff(), 0), health_check_interval=5, **common)
         self._script = self._client.register_script(Path(__file__).with_name("jobs.lua").read_text())
+        self.on_settled: Callable[[Claim, Outcome, Replica | None], None] = lambda claim, outcome, record: None
+        """Called when a job has ended, with its replica's last record if there is one."""
         self._queues = [self.keys.host_jobs(host), self.keys.jobs]
 
     async def close(self) -> None:
@@ -194,6 +194,7 @@ class JobStore:
         )
         if not done:
             raise LeaseLost(f"job {job.id}: another claim of it exists")
+        self.on_settled(claim, outcome, record)
 
     async def tell(self, trail: Trail) -> None:
         """Put an ended attempt at the head of the installation's last ones."""
@@ -203,21 +204,15 @@ class JobStore:
         with _translated():
             await pipe.execute()
 
-    async def tell_verdicts(self, notes: Mapping[str, Sequence[Note]]) -> None:
+    async def tell_verdicts(self, notes: Mapping[str, str]) -> None:
         """Tell other hosts what became of restores here: snapshot -> its notes, instead of those told before."""
-        fields = {f"{id}\t{self.host}": _NOTES.dump_json(list(notes[id]), by_alias=True).decode() for id in notes}
         with _translated():
-            await self._client.hset(self.keys.verdicts, mapping=fields)
+            await self._client.hset(self.keys.verdicts, mapping={f"{id}\t{self.host}": text for id, text in notes.items()})
 
-    async def verdicts(self) -> dict[str, list[Note]]:
-        """Snapshot -> what every host has told of it."""
+    async def verdicts(self) -> Mapping[str, str]:
+        """Snapshot, tab, host -> what that host has told of it."""
         with _translated():
-            found = await self._client.hgetall(self.keys.verdicts)
-        heard: dict[str, list[Note]] = {}
-        for field, text in found.items():
-            with contextlib.suppress(ValidationError):
-                heard.setdefault(field.partition("\t")[0], []).extend(_NOTES.validate_json(text))
-        return heard
+            return dict(await self._client.hgetall(self.keys.verdicts))
 
     async def replicas(self) -> dict[str, Replica]:
         """Every replica record."""

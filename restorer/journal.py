@@ -26,7 +26,7 @@ from typing import Any
 
 from policies.failures import Verdict
 from policies.journal import Outcome, Step, Trail, Undo, begun, decoded, encoded
-from restorer.errors import RestorerError
+from restorer.errors import Environment, RestorerError
 from restorer.files import disk_space, fsync
 
 log = logging.getLogger("rewake.restorer")
@@ -103,8 +103,6 @@ class Journal:
                 self._write({"do": "end", **end, "verdict": verdict and verdict.model_dump(mode="json")})
             self.trail = self.trail.model_copy(update={**end, "verdict": verdict})
         await self.durable()
-        with contextlib.suppress(OSError):
-            os.truncate(self._fd, self._at)
         os.close(self._fd)
         return self._now()
 
@@ -160,7 +158,7 @@ class Journals:
         Raises:
             Environment: the disk is full.
         """
-        id = self._ready.pop() if self._ready else self._reserve()
+        id = self._ready.pop() if self._ready else self._room()
         trail = Trail(
             id=id, operation=operation, job=job, kind=kind, model=model, replica=replica, attempt=attempt, host=host,
             pid=os.getpid(), at_ms=_now_ms(),
@@ -213,6 +211,18 @@ class Journals:
             # Without a first line nothing was begun: room that an earlier restorer has reserved.
             for id in [*ended[KEPT:], *ids - {id for id, _ in known}]:
                 self._path(id).unlink(missing_ok=True)
+
+    def _room(self) -> str:
+        """A file to write into; on a full disk the one of the attempt that ended longest ago, whose room is there already."""
+        try:
+            return self._reserve()
+        except Environment:
+            ended = [id for id, trail in self._read() if trail.outcome is not None and id not in self._open]
+            if not ended:
+                raise
+            with self._path(ended[-1]).open("r+b") as file:
+                file.write(bytes(_RESERVED))
+            return ended[-1]
 
     def _reserve(self) -> str:
         """Zeros are written, not just promised: a line then changes no metadata that the disk would have to order."""

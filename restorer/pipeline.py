@@ -15,7 +15,7 @@ from policies.manifest import GpuState, Manifest
 from policies.replica import Event, State
 from policies.wire import Failure, JobKind, OperationState
 from restorer import accounts, gpustate, prefetch, proof, undo
-from restorer.attempt import Attempt, Ending, bounded, interrupted, journaled
+from restorer.attempt import Attempt, Work
 from restorer.box import Box
 from restorer.capture import capture
 from restorer.engines import HttpEngine, adapter
@@ -46,23 +46,20 @@ async def start(host: Host, claim: Claim, replicas: Replicas) -> None:
         LeaseLost: somebody else has the job now; everything was undone.
         StoreUnavailable: the outcome could not be written; everything was undone, the job comes back when the lease ends.
     """
-    async with journaled(host, claim) as (journal, stages, ending):
-        attempt = Attempt(host, claim, stages, journal)
-        try:
-            async with unwinding(host, journal):
-                await attempt.advance(Event.CLAIM)
-                await bounded(host, claim)
-                instance = await _started(attempt, replicas, ending)
-                await _admit(attempt, instance, replicas)
-            ending.put("succeeded", attempt.record.reason)
-        except (LeaseLost, StoreUnavailable):
-            raise
-        except RestorerError as error:
-            ending.put("cancelled" if isinstance(error, Cancelled) else "failed", str(error), error.verdict)
-            await _give_up(attempt, error)
+    attempt = Attempt(host, claim)
+    try:
+        async with attempt.journaled():
+            await attempt.advance(Event.CLAIM)
+            await attempt.bounded()
+            instance = await _started(attempt, replicas)
+            await _admit(attempt, instance, replicas)
+    except (LeaseLost, StoreUnavailable):
+        raise
+    except RestorerError as error:
+        await _give_up(attempt, error)
 
 
-async def _started(attempt: Attempt, replicas: Replicas, ending: Ending) -> Instance:
+async def _started(attempt: Attempt, replicas: Replicas) -> Instance:
     """An engine that may be admitted: resumed, restored or cold, by what there is and what the policy says."""
     host, name = attempt.host, attempt.claim.job.model
     with attempt.stages.timed("match"):
@@ -72,7 +69,7 @@ async def _started(attempt: Attempt, replicas: Replicas, ending: Ending) -> Inst
     obstacle = host.backend(name).obstacle()
     if match.manifest is not None and obstacle is None:
         instance = await _resumed(attempt, match, match.manifest, replicas.suspended)
-        return instance or await _restored_or_cold(attempt, match, match.manifest, ending)
+        return instance or await _restored_or_cold(attempt, match, match.manifest)
     why = match.why if obstacle is None else obstacle
     if match.held and host.model(name).on_restore_failure == "reject":
         raise HeldBack(why)
@@ -114,7 +111,7 @@ async def _resumed(attempt: Attempt, match: Match, manifest: Manifest, suspended
         return None
 
 
-async def _restored_or_cold(attempt: Attempt, match: Match, manifest: Manifest, ending: Ending) -> Instance:
+async def _restored_or_cold(attempt: Attempt, match: Match, manifest: Manifest) -> Instance:
     host, claim = attempt.host, attempt.claim
     try:
         async with unwinding(host, attempt.journal):
@@ -122,7 +119,7 @@ async def _restored_or_cold(attempt: Attempt, match: Match, manifest: Manifest, 
     except (Cancelled, LeaseLost, StoreUnavailable):
         raise
     except RestorerError as error:
-        ending.verdict = verdict = error.verdict
+        attempt.verdict = verdict = error.verdict
         log.warning("restore of %s from %s failed: %s (%s)", claim.job.replica, manifest.id, error, verdict)
         await asyncio.to_thread(host.blame, manifest.id, error)
         if host.model(claim.job.model).on_restore_failure == "reject":
@@ -196,19 +193,16 @@ async def _verify_bytes(attempt: Attempt, manifest: Manifest) -> None:
     Raises:
         SnapshotError: an object changed. HostIncompatible: a file of this host that the engine maps has changed.
     """
-    host = attempt.host
+    host, model = attempt.host, attempt.record.model
     with attempt.stages.timed("verify bytes") as stage:
         stage.bytes = manifest.bytes
-        faults = list(await asyncio.to_thread(host.snapshots.verify, manifest, full=False))
-        accounts.faulty(host.tally, attempt.record.model, "bytes", faults)
+        faults = accounts.faulty(host.tally, model, "bytes", await asyncio.to_thread(host.snapshots.verify, manifest, full=False))
         if manifest.gpu is not None:
-            found = await asyncio.to_thread(host.weights.verify, manifest.gpu.weights)
-            accounts.faulty(host.tally, attempt.record.model, "weights", found)
-            faults += found
+            wrong = await asyncio.to_thread(host.weights.verify, manifest.gpu.weights)
+            faults += accounts.faulty(host.tally, model, "weights", wrong)
         if faults:
             raise SnapshotError(f"snapshot {manifest.id} was changed: " + "; ".join(map(str, faults[:_SHOWN])))
-        changed = await asyncio.to_thread(verify_files, manifest, host.stamps)
-        accounts.faulty(host.tally, attempt.record.model, "file", changed)
+        changed = accounts.faulty(host.tally, model, "file", await asyncio.to_thread(verify_files, manifest, host.stamps))
     if changed:
         remedy = "bring the donor's version back, or make a new snapshot with `rewake snapshot create`"
         raise HostIncompatible([Mismatch(f"file {fault.path}", fault.expected, fault.found, remedy) for fault in changed])
@@ -243,7 +237,7 @@ async def _cold(attempt: Attempt, match: Match, event: Event, why: str) -> Insta
 
 async def _admit(attempt: Attempt, instance: Instance, replicas: Replicas) -> None:
     """Open traffic: one write makes the record ADMITTED and the job settled."""
-    detail = await interrupted(attempt.host, attempt.claim)
+    interrupted = await attempt.interrupted()
     number = attempt.journal.step("admit")
     begun = time.perf_counter()
     changes = reckoned(attempt.stages, attempt.source, attempt.engine.model.restore, attempt.host.rates)
@@ -251,11 +245,12 @@ async def _admit(attempt: Attempt, instance: Instance, replicas: Replicas) -> No
     told(admitted)
     # First on this host's disk, so that a restorer that dies here finds an engine that it may or may not adopt.
     instance.box.remember(record=admitted.model_dump(mode="json"), inner_pid=instance.inner_pid)
-    await attempt.host.jobs.settle(attempt.claim, Outcome(OperationState.SUCCEEDED, detail), admitted)
+    await attempt.host.jobs.settle(attempt.claim, Outcome(OperationState.SUCCEEDED, interrupted), admitted)
     accounts.admitted(attempt.host.tally, admitted, attempt.began)
     replicas.adopt(instance, admitted)
     if admitted.start == "restored" and admitted.snapshot is not None:
         await asyncio.to_thread(attempt.host.praise, admitted.snapshot)
+    attempt.detail = admitted.reason
     attempt.journal.done(number, time.perf_counter() - begun)
 
 
@@ -269,7 +264,8 @@ async def _give_up(attempt: Attempt, error: RestorerError) -> None:
         return
     if error.verdict.cls in _PASSING and claim.attempts < host.config.restorer.max_attempts:
         log.warning("start of %s failed, to be tried again: %s", claim.job.replica, error)
-        await attempt.advance(Event.LEASE_LOST, incarnation="", start=None, reason=str(error))
+        if attempt.record.state is not State.QUEUED:
+            await attempt.advance(Event.LEASE_LOST, incarnation="", start=None, reason=str(error))
         await host.jobs.release(claim, _RETRY_S * claim.attempts)
         accounts.given_back(host.tally, attempt.record, error)
         return
@@ -297,28 +293,26 @@ async def make_snapshot(host: Host, claim: Claim) -> None:
         LeaseLost, StoreUnavailable: as for :func:`start`.
     """
     assert claim.job.kind is JobKind.SNAPSHOT
-    name = claim.job.model
-    async with journaled(host, claim) as (journal, stages, ending):
-        try:
-            await bounded(host, claim)
+    name, work = claim.job.model, Work(host, claim)
+    try:
+        async with work.journaled():
+            await work.bounded()
             if (obstacle := host.backend(name).obstacle()) is not None:
                 raise SnapshotError(f"no snapshot can be made on this host: {obstacle}")
-            async with unwinding(host, journal):
-                with stages.timed("match"):
-                    match = await asyncio.to_thread(host.match, name)
-                manifest = await _captured(host, adapter(name, host.model(name)), match, stages)
-            log.info("snapshot %s of %s was made", manifest.id, name)
+            with work.stages.timed("match"):
+                match = await asyncio.to_thread(host.match, name)
+            manifest = await _captured(host, adapter(name, host.model(name)), match, work.stages)
             # The donor has done its work.
-            await asyncio.shield(undo.unwind(host, journal))
-            ending.put("succeeded", f"snapshot {manifest.id}")
-            outcome = Outcome(OperationState.SUCCEEDED, await interrupted(host, claim), snapshot=manifest.id)
-        except (LeaseLost, StoreUnavailable):
-            raise
-        except RestorerError as error:
-            log.error("no snapshot of %s: %s", name, error)
-            ending.put("failed", str(error), error.verdict)
-            outcome = Outcome(OperationState.FAILED, str(error), EXIT_FAILED)
-        await host.jobs.settle(claim, outcome)
+            await asyncio.shield(undo.unwind(host, work.journal))
+            work.detail = f"snapshot {manifest.id}"
+        log.info("snapshot %s of %s was made", manifest.id, name)
+        outcome = Outcome(OperationState.SUCCEEDED, await work.interrupted(), snapshot=manifest.id)
+    except (LeaseLost, StoreUnavailable):
+        raise
+    except RestorerError as error:
+        log.error("no snapshot of %s: %s", name, error)
+        outcome = Outcome(OperationState.FAILED, str(error), EXIT_FAILED)
+    await host.jobs.settle(claim, outcome)
 
 
 async def _captured(host: Host, engine: HttpEngine, match: Match, stages: Stages) -> Manifest:

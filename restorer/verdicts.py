@@ -15,13 +15,14 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from policies.config import Quarantine
 from policies.verdicts import Note, Standing, standing
 from restorer.files import disk_space, fsync
 from restorer.jobs import JobStore
 
+_NOTES = TypeAdapter(tuple[Note, ...])
 _SHARED = 20
 """Notes of a snapshot that a host tells others: the last ones."""
 
@@ -84,9 +85,15 @@ class Verdicts:
         ids = [path.stem for path in self._folder.glob("*.jsonl")]
         mine = {id: notes for id in ids if len(notes := self.notes(id)) != self._told.get(id)}
         if mine:
-            await jobs.tell_verdicts({id: notes[-_SHARED:] for id, notes in mine.items()})
+            told = {id: _NOTES.dump_json(notes[-_SHARED:], by_alias=True).decode() for id, notes in mine.items()}
+            await jobs.tell_verdicts(told)
             self._told |= {id: len(notes) for id, notes in mine.items()}
-        self._heard = await jobs.verdicts()
+        heard: dict[str, list[Note]] = {}
+        for field, text in (await jobs.verdicts()).items():
+            # A later version's, then.
+            with contextlib.suppress(ValidationError):
+                heard.setdefault(field.partition("\t")[0], []).extend(_NOTES.validate_json(text))
+        self._heard = heard
 
     def _path(self, id: str) -> Path:
         return self._folder / f"{id}.jsonl"

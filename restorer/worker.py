@@ -8,11 +8,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import deque
 from typing import Any
 
 from policies.floor import Rates
+from policies.replica import Replica
+from policies.tracing import SPANS_KEPT, Span
 from policies.wire import HostReport, JobKind, OperationState, SnapshotSummary
-from restorer import accounts, collector, pipeline, undo
+from restorer import accounts, collector, pipeline, spans, undo
 from restorer.accounts import Held
 from restorer.attempt import report
 from restorer.errors import Cancelled, RestorerError
@@ -39,6 +42,8 @@ class Worker:
         self._tasks = Tasks(host)
         self._jobs: set[asyncio.Task[None]] = set()
         self._held: dict[str, Held] = {}
+        self._settled: dict[str, tuple[Outcome, Replica | None]] = {}
+        self._spans: deque[Span] = deque(maxlen=SPANS_KEPT)
         self._starting = 0
         self._due = asyncio.Event()
         self._measuring: asyncio.Task[Rates | None] | None = None
@@ -46,6 +51,7 @@ class Worker:
     async def run(self, stop: asyncio.Event) -> None:
         """Work until ``stop`` is set; then undo and stop everything."""
         host = self._host
+        host.jobs.on_settled = self._note_end
         await host.find_gpus()
         await self._prepare()
         work = (self._listen(), self._keep_house(), self._claim_jobs(), self._tasks.run(), collector.run(host))
@@ -138,6 +144,7 @@ class Worker:
         self._held[claim.job.id] = Held(claim.job.kind, time.monotonic())
         if claim.inherited:
             self._host.tally.inc("lease_takeovers", claim.job.kind)
+        begun_ns = time.time_ns()
         work = asyncio.create_task(self._work(claim))
         lease = asyncio.create_task(self._hold(claim))
         try:
@@ -151,6 +158,8 @@ class Worker:
             results = await asyncio.gather(work, lease, return_exceptions=True)
             self._note(claim, results[0])
             self._held.pop(claim.job.id, None)
+            stages, end = self._host.progress.done(claim.job.id), self._settled.pop(claim.job.id, None)
+            self._spans.extend(spans.of_job(claim, self._host.name, stages, begun_ns, time.time_ns(), end))
             await self._host.progress.end(claim.job.id)
         await self._make_ready()
 
@@ -158,6 +167,10 @@ class Worker:
         """What the next starts will want, while nothing is urgent."""
         await self._host.boxes.fill()
         await asyncio.to_thread(self._host.journals.reserve, self._host.config.restorer.parallel_starts)
+
+    def _note_end(self, claim: Claim, outcome: Outcome, record: Replica | None) -> None:
+        if claim.job.trace:
+            self._settled[claim.job.id] = outcome, record
 
     def _note(self, claim: Claim, result: BaseException | None) -> None:
         if isinstance(result, RestorerError):
@@ -251,6 +264,9 @@ class Worker:
         except BaseException:
             host.tally.put_back(counted)
             raise
+        if self._spans:
+            finished = [self._spans.popleft() for _ in range(len(self._spans))]
+            await host.jobs.trace(finished)
 
     async def _forget_stages(self, snapshots: set[str]) -> None:
         """How long starts from a snapshot took is of no use when it is gone."""
