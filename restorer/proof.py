@@ -12,7 +12,7 @@ from policies.manifest import Manifest
 from restorer import accounts, canary, gpustate
 from restorer.box import Box
 from restorer.engines import HttpEngine
-from restorer.errors import CanaryDiffers, EngineDied, EngineNotReady
+from restorer.errors import CanaryDiffers, EngineDied, EngineNotReady, SnapshotError
 from restorer.gpus import Placement
 from restorer.host import Host
 from restorer.instance import Instance, connect, last_words
@@ -48,6 +48,8 @@ async def revived(
     except (EngineDied, EngineNotReady) as error:
         # Before the box goes, and its log with it.
         error.log = last_words(box)
+        if (verdict := error.verdict).certain:
+            raise SnapshotError(f"what was restored is broken: {error}; its log ends: {verdict.evidence}") from error
         raise
     return instance
 
