@@ -21,6 +21,7 @@ from policies.reading import Restore
 from policies.retention import Retention
 from policies.scalars import Bytes, Count, PositiveSeconds, Seconds, Section
 from policies.schedule import Window
+from policies.storage import Storage
 from policies.tenancy import Tenant
 from policies.trust import Trust
 
@@ -293,6 +294,7 @@ class Config(Section):
     gateway: Gateway = Gateway()
     restorer: Restorer = Restorer()
     store: Store = Store()
+    storage: Storage = Storage()
     tenants: Mapping[str, Tenant] = {}
     """Who may ask. None: there are no API keys and everybody is one tenant."""
     groups: Mapping[str, Group] = {}

@@ -23,6 +23,7 @@ from policies.trust import shown
 from policies.verdicts import Note, Standing
 from restorer.commands import OK, AsJson, ConfigFile, NoWait, Timeout, finish, model_named
 from restorer.console import bytes_bar, on_gpu, print_json, print_table, size, when
+from restorer.copies import list_remote
 from restorer.errors import SnapshotError
 from restorer.floor import known
 from restorer.holds import users_of
@@ -46,9 +47,15 @@ def create(model: str, config: ConfigFile = None, no_wait: NoWait = False, timeo
 
 
 @snapshots.command("ls")
-def ls(config: ConfigFile = None, json_: AsJson = False) -> None:
-    """List the snapshots of this host."""
+def ls(
+    config: ConfigFile = None,
+    json_: AsJson = False,
+    remote: Annotated[str | None, typer.Option("--remote", metavar="NAME", help="List what this remote has instead.")] = None,
+) -> None:
+    """List the snapshots of this host, or those that a remote has copies of."""
     parsed = load(config)[1]
+    if remote is not None:
+        return list_remote(parsed, remote, json_)
     store, judge = store_of(parsed), judge_of(parsed)
     found = [_summary(store, manifest, judge) for manifest in store.list()]
     whole = {summary["id"] for summary in found}
@@ -97,7 +104,7 @@ def verify(id: str, config: ConfigFile = None, json_: AsJson = False) -> None:
     verdict = judge_of(parsed).judge(store.folder(manifest.id), manifest)
     total = sum(item.bytes for item in manifest.objects)
     with store.use(manifest.id), bytes_bar(manifest.id, total) as report:
-        faults = [*store.verify(manifest.id, full=True, progress=lambda done, _: report(done))]
+        faults = [*store.verify(manifest.id, full=True, progress=report)]
     faults += [*verify_files(manifest, _stamps(parsed)), *verify_weights(manifest, Path(parsed.state_dir), _stamps(parsed))]
     seconds = time.monotonic() - began
     if json_:
