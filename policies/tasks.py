@@ -7,7 +7,7 @@ is JSON for whoever asked. Knows neither who asks nor how the answer is found.
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, JsonValue
@@ -33,7 +33,7 @@ TaskKind = Literal["verify", "explain", "log"]
 host and the model's settings, and every reason why not. ``log``: a part of the log of an engine, running or ended."""
 
 
-CHORES: Collection[TaskKind] = ("verify",)
+CHORES: frozenset[TaskKind] = frozenset(("verify",))
 """Kinds that take their time, and are listed beside operations."""
 
 
