@@ -83,6 +83,8 @@ class Verdict:
         return f"{self.state} by {', '.join(self.keys)}" if self.keys else self.state
 
 
+TRUST = Trust()
+"""The defaults."""
 NOT_CHECKED = Verdict("not checked", True)
 
 

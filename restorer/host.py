@@ -157,7 +157,7 @@ class Host:
 
     def match(self, name: str) -> Match:
         """Compare every snapshot of a model with this host and its settings. Blocks: it may hash weights."""
-        here = profile.resolve(name, self.model(name), self.stamps)
+        here = profile.resolve(name, self.model(name), self.stamps, self.config.trust)
         mine = [manifest for manifest in self.snapshots.list() if manifest.profile.model == name]
         quarantined = {m.id: reason for m in mine if (reason := self.snapshots.quarantined(m.id)) is not None}
         distrusted = {m.id: found for m in mine if m.id not in quarantined and (found := self.distrust(m))}
