@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from policies.compat import Mismatch
+from policies.matching import Mismatch
 from policies.scalars import Section
 
 Policy = Literal["require", "warn", "off"]

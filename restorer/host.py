@@ -160,10 +160,11 @@ class Host:
         here = profile.resolve(name, self.model(name), self.stamps, self.config.trust)
         mine = [manifest for manifest in self.snapshots.list() if manifest.profile.model == name]
         quarantined = {m.id: reason for m in mine if (reason := self.snapshots.quarantined(m.id)) is not None}
+        facts = hostfacts.refreshed(self.facts)
         distrusted = {m.id: found for m in mine if m.id not in quarantined and (found := self.distrust(m))}
         trusted = [m for m in mine if m.id not in quarantined and m.id not in distrusted]
-        best, unfit = compat.newest_fit(trusted, here, self.facts)
-        return Match(here, best, distrusted | unfit, quarantined, () if best is None else self._allowed(best))
+        best, unfit = compat.newest_fit(trusted, here, facts, self.config.matching)
+        return Match(here, best, distrusted | unfit, quarantined, () if best is None else self._allowed(best, facts))
 
     def distrust(self, manifest: Manifest) -> list[compat.Mismatch]:
         """Why a snapshot must not be restored, whatever is in it: others could have changed it, or nobody trusted signed it.
@@ -177,9 +178,10 @@ class Host:
             found.append(verdict.mismatch)
         return found
 
-    def _allowed(self, manifest: Manifest) -> tuple[compat.Mismatch, ...]:
+    def _allowed(self, manifest: Manifest, facts: HostFacts) -> tuple[compat.Mismatch, ...]:
         verdict = self.judge.judge(self.snapshots.folder(manifest.id), manifest)
-        return () if verdict.mismatch is None else (verdict.mismatch,)
+        waived = compat.waived(manifest, facts, self.config.matching)
+        return (*waived, *(() if verdict.mismatch is None else (verdict.mismatch,)))
 
     def summaries(self) -> tuple[SnapshotSummary, ...]:
         """Every snapshot as the admin API lists it. Blocks."""
@@ -268,7 +270,7 @@ def find_criu(name: str) -> tuple[Path | None, str]:
     found = shutil.which(name)
     if found is None:
         return None, f"{name} is not installed; `rewake doctor` says how to get CRIU 4.2 or newer"
-    version = hostfacts.probe(Path(found)).criu_version
+    version = hostfacts.criu_version(Path(found))
     if version is None or tuple(map(int, re.findall(r"\d+", version)[:2])) < MINIMUM_CRIU:
         return None, f"{found} is version {version or 'unknown'}; `rewake doctor` says how to get CRIU 4.2 or newer"
     try:
