@@ -3,6 +3,7 @@
 
 PYTHON ?= python3
 ENGINE ?= vllm
+JOBS ?= auto
 ENGINE_PYTHON ?= build/vllm-gpu/bin/python
 TOOLS := build/tools
 MODELS := build/models
@@ -70,7 +71,7 @@ bench-gpu: install criu  ## Measure on this host's NVIDIA GPU: cold starts, rest
 	@$(BIN)/python deploy/bench/gpu.py --python $(ENGINE_PYTHON) $(BENCH_ARGS)
 
 test: install criu runc llama-server model clients  ## All tests, with the real CRIU, a real engine and real client libraries.
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
 
 bench-held: install  ## What held requests cost, and whether they slow down models that serve.
 	$(BIN)/python deploy/bench/held.py $(BENCH_ARGS)

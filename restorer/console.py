@@ -15,7 +15,9 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
+from policies import floor
 from policies.manifest import GpuState
+from policies.replica import Replica, Stage
 
 
 def when(ms: int) -> str:
@@ -25,7 +27,9 @@ def when(ms: int) -> str:
 
 def size(count: int) -> str:
     """Bytes, for people."""
-    return f"{count / (1 << 30):.2f} GiB" if count >= 1 << 30 else f"{count / (1 << 20):.1f} MiB"
+    if count >= 1 << 30:
+        return f"{count / (1 << 30):.2f} GiB"
+    return f"{count / (1 << 20):.1f} MiB" if count >= 50 << 10 else f"{count / (1 << 10):.1f} KiB"
 
 
 def on_gpu(state: GpuState | None) -> str:
@@ -55,6 +59,25 @@ def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     for row in rows:
         table.add_row(*row)
     console.print(table)
+
+
+def print_start(record: Replica) -> None:
+    """Where the time of a replica's start went, stage by stage, and why it was read as it was; nothing of one that has none."""
+    if not record.stages:
+        return
+    account = floor.account(record)
+    print(f"\n{record.id}" + (f": {account.text}" if account else ""))
+    print_table(["STAGE", "TOOK", "FLOOR", "BYTES", "FROM"], [_stage_row(stage) for stage in record.stages])
+    for choice in record.choices:
+        print(choice)
+
+
+def _stage_row(stage: Stage) -> list[str]:
+    least = "-" if stage.floor_s is None else f"{stage.floor_s:.3f} s"
+    source = stage.tier or "-"
+    if stage.tier == "mixed" and stage.cached is not None:
+        source = f"page cache {stage.cached:.0%}, disk {1 - stage.cached:.0%}"
+    return [stage.name, f"{stage.seconds:.3f} s", least, "-" if stage.bytes is None else size(stage.bytes), source]
 
 
 @contextlib.contextmanager

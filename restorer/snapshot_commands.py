@@ -15,12 +15,15 @@ from typing import Annotated, Any
 
 import typer
 
+from policies import reading
 from policies.config import Config
+from policies.floor import forecast_s
 from policies.manifest import Manifest
 from policies.trust import shown
 from restorer.commands import OK, AsJson, ConfigFile, NoWait, Timeout, finish, model_named
 from restorer.console import bytes_bar, on_gpu, print_json, print_table, size, when
 from restorer.errors import SnapshotError
+from restorer.floor import known
 from restorer.holds import users_of
 from restorer.operator import FAILED, Admin, Failed, load
 from restorer.signatures import Judge
@@ -78,6 +81,7 @@ def show(id: str, config: ConfigFile = None, json_: AsJson = False) -> None:
         "FILES": f"{len(manifest.files)} outside the snapshot must be unchanged",
         "CANARY": f"{len(manifest.canary)} requests, {sum(exchange.tokens for exchange in manifest.canary)} tokens",
         "PROCESSES": f"{len(manifest.pids)} pids and tids under {manifest.root_pid}",
+        **_restores(parsed, manifest),
         "FOLDER": str(store.folder(manifest.id)),
     }
     print_table(["SNAPSHOT", manifest.id], list(rows.items()))
@@ -118,6 +122,18 @@ def rm(ids: Annotated[list[str], typer.Argument(metavar="ID...")], config: Confi
     for id in dict.fromkeys(exact):
         store.remove(id)
         print(f"removed {id}")
+
+
+def _restores(config: Config, manifest: Manifest) -> dict[str, str]:
+    """What a restore of it does on this host, why, and what it takes at the least."""
+    rates, model = known(Path(config.state_dir)), config.models.get(manifest.profile.model)
+    rows = {}
+    if model is not None:
+        rows["RESTORE"] = "\n".join(reading.choices(model.restore, manifest, rates))
+    if rates is not None:
+        cold, warm = (forecast_s(manifest, rates, cached=cached) for cached in (0.0, 1.0))
+        rows["FLOOR"] = f"{cold:.2f} s from the disk, {warm:.2f} s from the page cache"
+    return rows
 
 
 def store_of(config: Config) -> SnapshotStore:
