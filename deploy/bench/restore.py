@@ -288,6 +288,8 @@ def main() -> int:
     parser.add_argument("--no-lazy", action="store_true", help="leave CRIU's lazy pages out")
     options = parser.parse_args()
     WORK.mkdir(parents=True, exist_ok=True)
+    # Snapshots of earlier runs are of no use.
+    shutil.rmtree(WORK / "state", ignore_errors=True)
     begun = time.monotonic()
     try:
         result = measured(options)
