@@ -56,12 +56,15 @@ class Match:
     quarantined: dict[str, str]
     allowed: tuple[compat.Mismatch, ...] = ()
     """What of the chosen one is not as it should be, and a policy lets pass."""
+    remote: str = ""
+    """Why the remote that starts pull from was of no help, if it was asked."""
 
     @property
     def why(self) -> str:
         """Why there is none, in one line."""
         reasons = [f"snapshot {id} is quarantined: {reason}" for id, reason in self.quarantined.items()]
         reasons += [f"snapshot {id} does not fit: " + " | ".join(map(str, found)) for id, found in self.refused.items()]
+        reasons += [self.remote] if self.remote else []
         return "; ".join(reasons) or "there is no snapshot of this model"
 
 

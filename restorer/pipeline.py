@@ -39,6 +39,7 @@ from restorer.prefetch import Touched
 from restorer.reckoning import reckoned, told
 from restorer.replicas import Replicas
 from restorer.stages import Stages
+from restorer.supply import supplied
 from restorer.suspended import Suspended
 
 EXIT_FAILED, EXIT_HOST = 1, 3
@@ -107,6 +108,7 @@ async def start(host: Host, claim: Claim, replicas: Replicas) -> None:
         _bounded(claim, host.config.restorer.max_attempts)
         with attempt.stages.timed("match"):
             match = await asyncio.to_thread(host.match, claim.job.model)
+        match = await supplied(host, claim.job.model, match, attempt.stages, attempt.still_wanted)
         await attempt.still_wanted()
         await replicas.vacated(claim.job.model)
         obstacle = host.backend(claim.job.model).obstacle()
