@@ -113,7 +113,8 @@ async def _pulled(host: Host, storage: Storage, name: str, match: Match, stage: 
 async def _fitting(
     host: Host, catalog: Catalog, name: str, match: Match
 ) -> tuple[tuple[Manifest, Copy] | None, dict[str, list[Mismatch]]]:
-    copies = [copy for copy in await catalog.list(name) if copy.id not in match.quarantined][:_LOOK_AT]
+    here = {*match.quarantined, *match.held, *match.refused}
+    copies = [copy for copy in await catalog.list(name) if copy.id not in here][:_LOOK_AT]
     found: dict[str, tuple[Manifest, Copy]] = {}
     for copy in copies:
         try:
