@@ -20,7 +20,7 @@ export REWAKE_CLIENTS := $(abspath $(CLIENTS))
 export REWAKE_PROMETHEUS := $(abspath $(TOOLS)/bin/prometheus)
 
 .DEFAULT_GOAL := help
-.PHONY: help install system prometheus dashboards test-dashboards criu runc llama-server clients vllm model hf-model demo bench-gpu test bench-held bench-gateway peers reference docs check clean
+.PHONY: help install system prometheus dashboards test-dashboards criu runc llama-server clients vllm model hf-model demo bench-gpu test bench-held bench-gateway bench-restore peers reference docs check clean
 
 help:  ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -85,6 +85,9 @@ test-dashboards: install criu llama-server model prometheus  ## A real Prometheu
 
 bench-held: install  ## What held requests cost, and whether they slow down models that serve.
 	$(BIN)/python deploy/bench/held.py $(BENCH_ARGS)
+
+bench-restore: install criu llama-server model  ## How near restores come to what this host can do: floor, cold start, plain CRIU, clones.
+	$(BIN)/python deploy/bench/restore.py $(BENCH_ARGS)
 
 peers: | system
 	@PYTHON=$(PYTHON) deploy/install/peers.sh build/peers

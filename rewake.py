@@ -24,7 +24,17 @@ import typer
 from gateway import keys
 from policies.config import Config
 from policies.replica import TERMINAL, Replica
-from restorer import commands, retention_commands, rundir, snapshot_commands, support, top, trust_commands
+from restorer import (
+    commands,
+    journal_commands,
+    retention_commands,
+    rundir,
+    snapshot_commands,
+    support,
+    top,
+    transfer_commands,
+    trust_commands,
+)
 from restorer import doctor as doctors
 from restorer.commands import AsJson, ConfigFile, NoWait, Timeout, finish, model_named
 from restorer.console import print_json, print_start, print_table, when
@@ -39,6 +49,7 @@ _SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 _ID = re.compile(r"[0-9a-f]{16}")
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Cold starts that are none.")
+transfer_commands.add(snapshot_commands.snapshots)
 trust_commands.add(snapshot_commands.snapshots)
 retention_commands.add(snapshot_commands.snapshots)
 app.add_typer(snapshot_commands.snapshots, name="snapshot")
@@ -152,7 +163,7 @@ def doctor(config: ConfigFile = None, json_: AsJson = False) -> None:
     raise typer.Exit(FAILED if any(finding.ok == "fail" for finding in findings) else OK)
 
 
-for _each in (keys.key, commands.reload, commands.restart, top.top, support.support):
+for _each in (keys.key, journal_commands.journal, commands.reload, commands.restart, top.top, support.support):
     app.command()(_each)
 
 # ---------------------------------------------------------------- replicas

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from policies import reading
+from policies.journal import Undo
 from policies.manifest import Exchange, GpuState, Manifest, MappedFile, Profile
-from restorer import accounts, canary, gpustate, inventory, pages, prefetch
+from restorer import accounts, canary, gpustate, inventory, pages, prefetch, proof
 from restorer.box import Box
 from restorer.criu import GHOST_LIMIT
 from restorer.errors import CanaryDiffers, EngineDied, SnapshotError
@@ -24,6 +25,7 @@ from restorer.host import Host
 from restorer.instance import Instance, connect
 from restorer.snapshots import Staging, capture_tree
 from restorer.stages import Stages
+from restorer.undo import fresh_box
 
 _QUIET_S = 10.0
 _FILL_BYTES = 64 << 20
@@ -69,13 +71,19 @@ async def _dumped(host: Host, donor: Instance, known: _Draft, stages: Stages) ->
     private = ("/dev/shm", str(box.mountpoint))
     with stages.timed("inspect"):
         pids, files = await _inspect(host, donor, private)
-    with host.snapshots.stage() as staging:
+    name = Staging.fresh_name()
+    with stages.timed("stage", Undo(what="staging", name=name)):
+        await stages.durable()
+        staging = await asyncio.to_thread(host.snapshots.stage, name)
+    with staging:
         try:
-            with stages.timed("dump") as stage:
+            with stages.timed("dump", Undo(what="thaw", name=box.id)) as stage:
                 await backend.dump(box, donor.inner_pid, staging.images, donor.engine)
-                for number, folder in enumerate(_scratch(box)):
-                    await asyncio.to_thread(capture_tree, folder, staging.scratch / str(number))
                 stage.bytes = await asyncio.to_thread(_size, staging.path)
+            with stages.timed("copy scratch") as stage:
+                stage.bytes = 0
+                for number, folder in enumerate(_scratch(box)):
+                    stage.bytes += await asyncio.to_thread(capture_tree, folder, staging.scratch / str(number))
             if backend.can.fill and stage.bytes >= _FILL_BYTES:
                 rates = await host.speed.measured() if host.speed else None
                 with stages.timed("take memory out") as stage, disk_space("moving memory aside", staging.path):
@@ -83,12 +91,13 @@ async def _dumped(host: Host, donor: Instance, known: _Draft, stages: Stages) ->
             draft = _draft(host, donor, known, pids, files, private)
             if host.model(known.profile.model).snapshot.rehearse:
                 with stages.timed("rehearse"):
-                    draft = prefetch.noted(draft, await _rehearse(host, donor, staging, draft))
+                    touched = await _rehearse(host, donor, staging, draft, stages.parts("rehearse"))
+                    draft = prefetch.noted(draft, touched)
             with stages.timed("publish") as stage:
                 manifest = await asyncio.to_thread(host.snapshots.commit, staging, draft)
                 stage.bytes = manifest.bytes
         finally:
-            await asyncio.shield(backend.thaw(box))
+            await asyncio.shield(asyncio.to_thread(box.let_run))
     return manifest
 
 
@@ -146,28 +155,31 @@ def _draft(
     )
 
 
-async def _rehearse(host: Host, donor: Instance, staging: Staging, draft: Manifest) -> Mapping[str, int]:
+async def _rehearse(host: Host, donor: Instance, staging: Staging, draft: Manifest, stages: Stages) -> Mapping[str, int]:
     """Restore what is staged beside the stopped donor, on the GPUs that the donor has left, and compare.
 
     Returns path -> bytes that the canary touched, of every file that is mapped.
     """
-    box, placement, engine = await host.boxes.take(), None, donor.engine
+    box = await fresh_box(host, stages)
     try:
+        placement = None
         if draft.gpu is not None:
             placement = await host.gpus.share(draft.gpu.used)
             box.remember(gpus=list(placement.uuids))
-        replica = await gpustate.revive(host, box, engine, draft, staging.path, Stages(), placement)
-        async with connect(replica) as client:
-            verdict = await canary.check(client, engine, draft.canary)
+        replica = await proof.revived(host, box, donor.engine, draft, staging.path, stages, placement, _nobody_is_told)
         touched = await asyncio.to_thread(prefetch.touched, replica.pid)
         await gpustate.settle(replica)
     except EngineDied as error:
         raise SnapshotError(f"the rehearsal's engine died: {error}") from error
+    except CanaryDiffers as error:
+        raise CanaryDiffers(f"rehearsal: {error}; nothing was published") from error
     finally:
         await asyncio.shield(host.discard(box))
-    if not verdict.equal:
-        raise CanaryDiffers(f"the rehearsal did not repeat the donor's answers: {verdict.difference}; nothing was published")
     return touched
+
+
+async def _nobody_is_told() -> None:
+    """A rehearsal has no record."""
 
 
 def _size(folder: Path) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 
@@ -18,6 +19,8 @@ from rich.table import Table
 from policies import floor
 from policies.manifest import GpuState
 from policies.replica import Replica, Stage
+
+_SAY_S = 10.0
 
 
 def when(ms: int) -> str:
@@ -81,13 +84,24 @@ def _stage_row(stage: Stage) -> list[str]:
 
 
 @contextlib.contextmanager
-def bytes_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar with rate and estimate on a terminal, nothing elsewhere; yields a function that is told the bytes done."""
-    console = _console(stderr=True)
+def bytes_bar(what: str, total: int) -> Iterator[Callable[[int, int], None]]:
+    """A bar with rate and estimate on a terminal, a line now and then elsewhere; yields what is told (bytes done, in all)."""
+    console, began, said = _console(stderr=True), time.monotonic(), time.monotonic()
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda done: bar.update(task, completed=done)
+        task = bar.add_task(what, total=total or None)
+
+        def show(done: int, all_of_it: int) -> None:
+            nonlocal said
+            bar.update(task, completed=done, total=all_of_it)
+            now = time.monotonic()
+            if not console.is_terminal and now - said >= _SAY_S and done:
+                said, rate = now, done / (now - began)
+                left = (all_of_it - done) / rate
+                line = f"{what}: {size(done)} of {size(all_of_it)}, {rate / 1e6:.0f} MB/s, {left:.0f} s left"
+                print(line, file=sys.stderr, flush=True)
+
+        yield show
 
 
 @contextlib.contextmanager

@@ -20,8 +20,10 @@ from policies.config import Config
 from policies.floor import forecast_s
 from policies.manifest import Manifest
 from policies.trust import shown
+from policies.verdicts import Note, Standing
 from restorer.commands import OK, AsJson, ConfigFile, NoWait, Timeout, finish, model_named
 from restorer.console import bytes_bar, on_gpu, print_json, print_table, size, when
+from restorer.copies import list_remote
 from restorer.errors import SnapshotError
 from restorer.floor import known
 from restorer.holds import users_of
@@ -45,9 +47,15 @@ def create(model: str, config: ConfigFile = None, no_wait: NoWait = False, timeo
 
 
 @snapshots.command("ls")
-def ls(config: ConfigFile = None, json_: AsJson = False) -> None:
-    """List the snapshots of this host."""
+def ls(
+    config: ConfigFile = None,
+    json_: AsJson = False,
+    remote: Annotated[str | None, typer.Option("--remote", metavar="NAME", help="List what this remote has instead.")] = None,
+) -> None:
+    """List the snapshots of this host, or those that a remote has copies of."""
     parsed = load(config)[1]
+    if remote is not None:
+        return list_remote(parsed, remote, json_)
     store, judge = store_of(parsed), judge_of(parsed)
     found = [_summary(store, manifest, judge) for manifest in store.list()]
     whole = {summary["id"] for summary in found}
@@ -67,7 +75,7 @@ def show(id: str, config: ConfigFile = None, json_: AsJson = False) -> None:
     manifest = store.load(id)
     verdict = judge.judge(store.folder(manifest.id), manifest)
     if json_:
-        reason = store.quarantined(manifest.id)
+        reason = store.verdicts.standing(manifest.id).quarantined
         document = {"id": manifest.id, "quarantined": reason, "signature": shown(verdict)}
         return print_json(document | {"manifest": manifest.model_dump(mode="json")})
     host, profile = manifest.host, manifest.profile
@@ -96,7 +104,7 @@ def verify(id: str, config: ConfigFile = None, json_: AsJson = False) -> None:
     verdict = judge_of(parsed).judge(store.folder(manifest.id), manifest)
     total = sum(item.bytes for item in manifest.objects)
     with store.use(manifest.id), bytes_bar(manifest.id, total) as report:
-        faults = [*store.verify(manifest.id, full=True, progress=lambda done, _: report(done))]
+        faults = [*store.verify(manifest.id, full=True, progress=report)]
     faults += [*verify_files(manifest, _stamps(parsed)), *verify_weights(manifest, Path(parsed.state_dir), _stamps(parsed))]
     seconds = time.monotonic() - began
     if json_:
@@ -122,6 +130,19 @@ def rm(ids: Annotated[list[str], typer.Argument(metavar="ID...")], config: Confi
     for id in dict.fromkeys(exact):
         store.remove(id)
         print(f"removed {id}")
+
+
+@snapshots.command("release")
+def release(id: str, config: ConfigFile = None) -> None:
+    """Let a quarantined snapshot be restored again, here and, as soon as they hear of it, on other hosts."""
+    store = store_of(load(config)[1])
+    manifest, verdicts = store.load(id), store.verdicts
+    before = verdicts.standing(manifest.id)
+    if before == Standing():
+        print(f"{manifest.id} is neither quarantined nor held back")
+        return
+    verdicts.note(manifest.id, Note(what="released", host=verdicts.host, at_ms=time.time_ns() // 1_000_000))
+    print(f"released {manifest.id}, which was {f'quarantined: {before.quarantined}' if before.quarantined else before.held}")
 
 
 def _restores(config: Config, manifest: Manifest) -> dict[str, str]:
@@ -151,7 +172,7 @@ def _stamps(config: Config) -> Stamps:
 
 
 def _summary(store: SnapshotStore, manifest: Manifest, judge: Judge) -> dict[str, Any]:
-    reason = store.quarantined(manifest.id)
+    reason = store.verdicts.standing(manifest.id).quarantined
     verdict = judge.judge(store.folder(manifest.id), manifest)
     return {
         "id": manifest.id,

@@ -29,8 +29,9 @@ from restorer.rundir import Account, Lock
 from restorer.steward import Steward, gateway_stop_s
 from restorer.supervisor import Child, Supervisor, end
 
-ROOT = Path(__file__).resolve().parents[1]
-"""Where the packages lie, whatever the current folder is."""
+ROOT = Path(__file__).absolute().parents[1]
+"""Where the packages lie, whatever the current folder is. Links stay as they are: what engines are told of it is part of their
+snapshots, and where a host's installation lies behind a link changes with every upgrade."""
 _STORE_S = 15.0
 _READY_S = 30.0
 _RESTORER_STOP_S = 60.0

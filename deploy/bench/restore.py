@@ -39,6 +39,7 @@ from policies import floor  # noqa: E402
 from policies.floor import Rates  # noqa: E402
 from policies.replica import Replica  # noqa: E402
 from restorer import pagecache  # noqa: E402
+from restorer.errors import RestorerError  # noqa: E402
 from restorer.floor import measure  # noqa: E402
 
 BUILD = ROOT / "build"
@@ -52,7 +53,8 @@ console = Console(highlight=False)
 def settings(variant: str, gguf: Path, **more: Any) -> dict[str, Any]:
     """One model: its weights in memory, or mapped."""
     options = ["--host", "0.0.0.0", "--port", "8000", "--ctx-size", "512", "--parallel", "1", "--no-webui"]
-    command = [os.environ["REWAKE_LLAMA_SERVER"], "--model", str(gguf), *options, *(["--no-mmap"] if variant == "memory" else [])]
+    loading = ["--load-mode", "none"] if variant == "memory" else []
+    command = [os.environ["REWAKE_LLAMA_SERVER"], "--model", str(gguf), *options, *loading]
     return {
         "engine": {"kind": "llama-server", "command": command},
         "weights": [str(gguf)],
@@ -280,7 +282,7 @@ def main() -> int:
     begun = time.monotonic()
     try:
         result = measured(options)
-    except (BenchError, OSError, KeyError, subprocess.SubprocessError) as error:
+    except (BenchError, RestorerError, OSError, KeyError, subprocess.SubprocessError) as error:
         console.print(f"restore.py: {type(error).__name__}: {error}")
         return 1
     (BUILD / "bench-restore.json").write_text(json.dumps(result, indent=1))
