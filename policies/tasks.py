@@ -34,6 +34,10 @@ host and the model's settings, and every reason why not. ``push``: copy a snapsh
 only one. ``log``: a part of the log of an engine, running or ended."""
 
 
+CHORES: frozenset[TaskKind] = frozenset(("verify",))
+"""Kinds that take their time, and are listed beside operations."""
+
+
 class TaskState(enum.StrEnum):
     RUNNING = "running"
     SUCCEEDED = "succeeded"
