@@ -1,7 +1,7 @@
 """`make test-deploy`: the installation, the units and the README on fresh systems, for real. Minutes, root, and Debian's mirror.
 
-Each Debian is made anew, installed into by host.sh, and booted with systemd as its pid 1; a real engine is captured and restored by
-the real CRIU under the units' rights.
+Each Debian is made anew, installed into by host.sh, and booted with systemd as its pid 1; a real engine is captured and restored
+by the real CRIU under the units' rights.
 """
 
 from __future__ import annotations
