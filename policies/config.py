@@ -16,6 +16,7 @@ from pydantic import AfterValidator, Field, JsonValue, ValidationError, field_va
 from policies.balance import Balance
 from policies.groups import Group
 from policies.holding import Bounds, Hold
+from policies.matching import Matching
 from policies.observing import Metrics, Tracing
 from policies.reading import Restore
 from policies.retention import Retention
@@ -299,6 +300,7 @@ class Config(Section):
     """Who may ask. None: there are no API keys and everybody is one tenant."""
     groups: Mapping[str, Group] = {}
     """Models that exclude each other: each names its group."""
+    matching: Matching = Matching()
     retention: Retention = Retention()
     """How long snapshots are kept on this host."""
     trust: Trust = Trust()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,8 +17,11 @@ from policies import reading
 from policies.journal import Undo
 from policies.manifest import Exchange, GpuState, Manifest, MappedFile, Profile
 from restorer import accounts, canary, gpustate, inventory, pages, prefetch, proof
+from restorer import donor as facts
 from restorer.box import Box
 from restorer.criu import GHOST_LIMIT
+from restorer.donor import Donor
+from restorer.elf import build_id
 from restorer.errors import CanaryDiffers, EngineDied, SnapshotError
 from restorer.files import disk_space
 from restorer.host import Host
@@ -49,10 +52,11 @@ async def capture(
             async with connect(donor) as client:
                 await donor.engine.quiesce(client)
                 exchanges, canary_s = await canary.record(client, donor.engine)
+                version = await facts.version(client, profile.engine)
                 # The canary left its traces too.
                 await donor.engine.quiesce(client)
         async with gpustate.asleep(host, donor, stages, keep=keep) as gpu:
-            return await _dumped(host, donor, _Draft(profile, exchanges, canary_s, cold_start_s, gpu), stages)
+            return await _dumped(host, donor, _Draft(profile, exchanges, canary_s, cold_start_s, gpu, version), stages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +68,14 @@ class _Draft:
     canary_s: float
     cold_start_s: float
     gpu: GpuState | None
+    version: str | None
 
 
 async def _dumped(host: Host, donor: Instance, known: _Draft, stages: Stages) -> Manifest:
     backend, box = host.backend(donor.engine.name), donor.box
     private = ("/dev/shm", str(box.mountpoint))
     with stages.timed("inspect"):
-        pids, files = await _inspect(host, donor, private)
+        pids, files, found = await _inspect(host, donor, known.profile, private)
     name = Staging.fresh_name()
     with stages.timed("stage", Undo(what="staging", name=name)):
         await stages.durable()
@@ -88,11 +93,11 @@ async def _dumped(host: Host, donor: Instance, known: _Draft, stages: Stages) ->
                 rates = await host.speed.measured() if host.speed else None
                 with stages.timed("take memory out") as stage, disk_space("moving memory aside", staging.path):
                     stage.bytes = await asyncio.to_thread(pages.take_out, staging.images, huge=reading.huge(rates).on)
-            draft = _draft(host, donor, known, pids, files, private)
+            draft = _draft(host, donor, known, pids, files, private, found)
             if host.model(known.profile.model).snapshot.rehearse:
                 with stages.timed("rehearse"):
-                    touched = await _rehearse(host, donor, staging, draft, stages.parts("rehearse"))
-                    draft = prefetch.noted(draft, touched)
+                    parts = stages.parts("rehearse")
+                    draft = await _rehearse(host, donor, staging, draft, parts)
             with stages.timed("publish") as stage:
                 manifest = await asyncio.to_thread(host.snapshots.commit, staging, draft)
                 stage.bytes = manifest.bytes
@@ -106,8 +111,11 @@ def _scratch(box: Box) -> tuple[Path, Path]:
     return box.root / "dev/shm", box.private
 
 
-async def _inspect(host: Host, donor: Instance, private: Sequence[str]) -> tuple[tuple[int, ...], tuple[MappedFile, ...]]:
-    """(pids and tids inside the box, files the donor depends on); refuses what CRIU could not dump."""
+async def _inspect(
+    host: Host, donor: Instance, profile: Profile, private: Sequence[str]
+) -> tuple[tuple[int, ...], tuple[MappedFile, ...], Donor]:
+    """(pids and tids inside the box, files the donor depends on, what else there is to say of it); refuses what CRIU could not
+    dump, and what the operator wants no snapshot of."""
     backend, deadline = host.backend(donor.engine.name), time.monotonic() + _QUIET_S
     private = (*private, *backend.private)
     while True:
@@ -121,7 +129,9 @@ async def _inspect(host: Host, donor: Instance, private: Sequence[str]) -> tuple
         raise SnapshotError("the engine cannot be dumped as it is: " + " | ".join(map(str, fatal)))
     tree = await asyncio.to_thread(inventory.tree, donor.pid)
     paths = await asyncio.to_thread(inventory.mapped_files, donor.pid, private=private)
-    return tree.inner, await asyncio.to_thread(_hashed, host, backend.located(donor.engine, paths))
+    shm = _scratch(donor.box)[0]
+    seen = await asyncio.to_thread(facts.look, tree.pids, shm, profile, host.config.trust)
+    return tree.inner, await asyncio.to_thread(_hashed, host, backend.located(donor.engine, paths)), seen
 
 
 def _hashed(host: Host, paths: Sequence[str]) -> tuple[MappedFile, ...]:
@@ -129,12 +139,18 @@ def _hashed(host: Host, paths: Sequence[str]) -> tuple[MappedFile, ...]:
     for path, found in host.stamps.sha256_all(map(Path, paths)).items():
         if isinstance(found, OSError):
             raise SnapshotError(f"the engine has {path} open, which cannot be read: {found}; a restore could not rely on it")
-        files.append(MappedFile(path=str(path), bytes=path.stat().st_size, sha256=found))
+        files.append(MappedFile(path=str(path), bytes=path.stat().st_size, sha256=found, build_id=build_id(path)))
     return tuple(files)
 
 
 def _draft(
-    host: Host, donor: Instance, known: _Draft, pids: tuple[int, ...], files: tuple[MappedFile, ...], private: tuple[str, ...]
+    host: Host,
+    donor: Instance,
+    known: _Draft,
+    pids: tuple[int, ...],
+    files: tuple[MappedFile, ...],
+    private: tuple[str, ...],
+    found: Donor,
 ) -> Manifest:
     return Manifest(
         created_ms=time.time_ns() // 1_000_000,
@@ -151,14 +167,18 @@ def _draft(
         bytes=0,
         bytes_written=0,
         gpu=known.gpu,
+        needs=found.needs,
+        secrets=found.secrets,
+        engine_version=known.version,
+        model_revision=found.model_revision,
         canary_s=round(known.canary_s, 4),
     )
 
 
-async def _rehearse(host: Host, donor: Instance, staging: Staging, draft: Manifest, stages: Stages) -> Mapping[str, int]:
+async def _rehearse(host: Host, donor: Instance, staging: Staging, draft: Manifest, stages: Stages) -> Manifest:
     """Restore what is staged beside the stopped donor, on the GPUs that the donor has left, and compare.
 
-    Returns path -> bytes that the canary touched, of every file that is mapped.
+    Returns the draft with what was measured: the canary's time, and what it touched of mapped files.
     """
     box = await fresh_box(host, stages)
     try:
@@ -175,7 +195,10 @@ async def _rehearse(host: Host, donor: Instance, staging: Staging, draft: Manife
         raise CanaryDiffers(f"rehearsal: {error}; nothing was published") from error
     finally:
         await asyncio.shield(host.discard(box))
-    return touched
+    known_s = [stage.seconds for stage in stages.done if stage.name.endswith("canary")]
+    return prefetch.noted(draft, touched).model_copy(
+        update={"canary_s": min(filter(None, (draft.canary_s, *known_s)), default=None)}
+    )
 
 
 async def _nobody_is_told() -> None:

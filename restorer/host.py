@@ -61,6 +61,8 @@ class Match:
     """What of the chosen one is not as it should be, and a policy lets pass."""
     held: dict[str, str] = field(default_factory=dict)
     """Snapshots whose restores failed a moment ago."""
+    remote: str = ""
+    """Why the remote that starts pull from was of no help, if it was asked."""
 
     @property
     def why(self) -> str:
@@ -68,6 +70,7 @@ class Match:
         reasons = [f"snapshot {id} is quarantined: {reason}" for id, reason in self.quarantined.items()]
         reasons += [f"snapshot {id} is {why}" for id, why in self.held.items()]
         reasons += [f"snapshot {id} does not fit: " + " | ".join(map(str, found)) for id, found in self.refused.items()]
+        reasons += [self.remote] if self.remote else []
         return "; ".join(reasons) or "there is no snapshot of this model"
 
 
@@ -179,15 +182,17 @@ class Host:
 
     def match(self, name: str) -> Match:
         """Compare every snapshot of a model with this host and its settings. Blocks: it may hash weights."""
-        here = profile.resolve(name, self.model(name), self.stamps)
+        here = profile.resolve(name, self.model(name), self.stamps, self.config.trust)
         mine = [manifest for manifest in self.snapshots.list() if manifest.profile.model == name]
+        facts = hostfacts.refreshed(self.facts)
         standings = {m.id: self.snapshots.verdicts.standing(m.id) for m in mine}
         quarantined = {id: one.quarantined for id, one in standings.items() if one.quarantined is not None}
         held = {id: one.held for id, one in standings.items() if one.held is not None}
         distrusted = {m.id: found for m in mine if m.id not in quarantined and (found := self.distrust(m))}
         trusted = [m for m in mine if m.id not in quarantined.keys() | held.keys() | distrusted.keys()]
-        best, unfit = compat.newest_fit(trusted, here, self.facts)
-        return Match(here, best, distrusted | unfit, quarantined, () if best is None else self._allowed(best), held)
+        best, unfit = compat.newest_fit(trusted, here, facts, self.config.matching)
+        allowed = () if best is None else self._allowed(best, facts)
+        return Match(here, best, distrusted | unfit, quarantined, allowed, held)
 
     def blame(self, id: str, error: RestorerError) -> None:
         """Note a failed restore of a snapshot, and whose fault it was. Blocks."""
@@ -221,9 +226,10 @@ class Host:
             found.append(verdict.mismatch)
         return found
 
-    def _allowed(self, manifest: Manifest) -> tuple[compat.Mismatch, ...]:
+    def _allowed(self, manifest: Manifest, facts: HostFacts) -> tuple[compat.Mismatch, ...]:
         verdict = self.judge.judge(self.snapshots.folder(manifest.id), manifest)
-        return () if verdict.mismatch is None else (verdict.mismatch,)
+        waived = compat.waived(manifest, facts, self.config.matching)
+        return (*waived, *(() if verdict.mismatch is None else (verdict.mismatch,)))
 
     def summaries(self) -> tuple[SnapshotSummary, ...]:
         """Every snapshot as the admin API lists it. Blocks."""
@@ -318,7 +324,7 @@ def find_criu(name: str) -> tuple[Path | None, str]:
     found = shutil.which(name)
     if found is None:
         return None, f"{name} is not installed; `rewake doctor` says how to get CRIU 4.2 or newer"
-    version = hostfacts.probe(Path(found)).criu_version
+    version = hostfacts.criu_version(Path(found))
     if version is None or tuple(map(int, re.findall(r"\d+", version)[:2])) < MINIMUM_CRIU:
         return None, f"{found} is version {version or 'unknown'}; `rewake doctor` says how to get CRIU 4.2 or newer"
     try:
