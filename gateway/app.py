@@ -365,6 +365,7 @@ def _own(gateway: Gateway) -> dict[str, Handler]:
         "admin.overview": admin.overview,
         "admin.models": admin.models,
         "admin.replicas": admin.replicas,
+        "admin.hosts": admin.hosts,
         "admin.snapshots": admin.snapshots,
         "admin.create_snapshot": admin.create_snapshot,
         "admin.scale_up": admin.scale_up,

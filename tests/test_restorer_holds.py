@@ -234,7 +234,9 @@ def test_weights_stay_where_a_manifest_cannot_be_read(weights: WeightsStore, sto
 
 def test_survey_says_what_each_is(store: SnapshotStore, tmp_path: Path) -> None:
     good, bad = committed(store, created_ms=1), committed(store, created_ms=2)
-    store.verdicts.note(bad.id, Note(what="failed", host=store.verdicts.host, at_ms=1, cls="snapshot", certain=True, reason="why"))
+    store.verdicts.note(
+        bad.id, Note(what="failed", host=store.verdicts.host, at_ms=1, cls="snapshot", certain=True, reason="why")
+    )
     with store.use(good.id):
         found = {one.id: one for one in collector.survey(store, {good.id: True}, {})}
     assert (found[good.id].usable, found[good.id].in_use, found[good.id].quarantined) == (True, True, False)
