@@ -41,10 +41,8 @@ from gateway.report import Reporter
 from gateway.scaling import Scaler
 from gateway.settings import Settings
 from gateway.store import Store
-from gateway.tasks import Tasks
 from gateway.tenants import Tenants
 from gateway.tls import Certificates
-from gateway.tracing import Tracer
 from gateway.upstream import Upstreams
 from gateway.waitroom import Waitroom
 from policies.config import Config
@@ -96,7 +94,7 @@ class Gateway:
     console: Console
     models: Models
     callers: Callers
-    tracer: Tracer | None
+    tracer: tracing.Tracer | None
     certificates: Certificates | None
     reloader: Reloader
 
@@ -125,7 +123,7 @@ def compose(settings: Settings, metrics: Metrics, line: Line | None = None) -> G
     waitroom = Waitroom(current, fleet=registry, capacity=permits, ledger=ledger, expected=eta.wait_s)
     callers = _callers(current, store, reporter, metrics)
     overview = Overview(current, registry=registry, reporter=reporter, store=store, eta=eta)
-    admin = _admin(settings, current, store, registry, reporter, operations, Tasks(store, link), overview)
+    admin = _admin(settings, current, store, registry, reporter, operations, link, overview)
     tracer = tracing.tracer(config, settings.id, lambda result, spans: metrics.spans.labels(result).inc(spans))
     certificates = None if settings.pem is None else Certificates(settings.pem)
     life = Life(link.connected)
@@ -166,7 +164,7 @@ def _admin(
     registry: Registry,
     reporter: Reporter,
     operations: Operations,
-    tasks: Tasks,
+    link: Link,
     overview: Overview,
 ) -> Admin:
     return Admin(
@@ -176,7 +174,7 @@ def _admin(
         registry=registry,
         reporter=reporter,
         operations=operations,
-        tasks=tasks,
+        events=link,
         overview=overview,
     )
 
@@ -197,7 +195,7 @@ def _serving(
     upstreams: Upstreams,
     eta: Eta,
     life: Life,
-    tracer: Tracer | None,
+    tracer: tracing.Tracer | None,
 ) -> Serving:
     decisions = Decisions(
         current,
@@ -363,6 +361,7 @@ def _own(gateway: Gateway) -> dict[str, Handler]:
         "console.page": console.page,
         "console.asset": console.asset,
         "admin.overview": admin.overview,
+        "admin.why": admin.why,
         "admin.models": admin.models,
         "admin.replicas": admin.replicas,
         "admin.hosts": admin.hosts,

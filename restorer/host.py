@@ -61,6 +61,8 @@ class Match:
     """What of the chosen one is not as it should be, and a policy lets pass."""
     held: dict[str, str] = field(default_factory=dict)
     """Snapshots whose restores failed a moment ago."""
+    remote: str = ""
+    """Why the remote that starts pull from was of no help, if it was asked."""
 
     @property
     def why(self) -> str:
@@ -68,6 +70,7 @@ class Match:
         reasons = [f"snapshot {id} is quarantined: {reason}" for id, reason in self.quarantined.items()]
         reasons += [f"snapshot {id} is {why}" for id, why in self.held.items()]
         reasons += [f"snapshot {id} does not fit: " + " | ".join(map(str, found)) for id, found in self.refused.items()]
+        reasons += [self.remote] if self.remote else []
         return "; ".join(reasons) or "there is no snapshot of this model"
 
 
