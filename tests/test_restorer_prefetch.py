@@ -51,8 +51,7 @@ async def test_files_are_in_the_page_cache_soon_after_the_body_began(cold: Path)
 
 async def test_small_images_are_on_their_way_and_big_ones_are_left(cold: Path, tmp_path: Path) -> None:
     small = tmp_path / "core-7.img"
-    with open(small, "wb") as file:
-        file.write(os.urandom(2 * MIB))
+    await asyncio.to_thread(small.write_bytes, os.urandom(2 * MIB))
     forget(small)
     forget(cold)
     assert prefetch.begun([small, cold]) == (0, 2 * MIB + LEAST_BYTES)

@@ -184,6 +184,11 @@ def rounds(variants: Sequence[Variant], options: argparse.Namespace) -> list[dic
     return found
 
 
+def available_bytes() -> int:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+
+
 def median(found: Sequence[dict[str, Any]], key: str, **which: Any) -> float | None:
     values = [one[key] for one in found if all(one[name] == value for name, value in which.items()) and key in one]
     return round(statistics.median(values), 3) if values else None
@@ -258,6 +263,9 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
         clones = []
         for variant in variants:
             for count in map(int, filter(None, options.clones.split(","))):
+                if count * variant.manifest["bytes"] > available_bytes() // 2:
+                    console.print(f"{count} clones with weights in {variant.name} are left out: too little memory is free")
+                    continue
                 warm(variant.reads["rewake"])
                 clones.append({"variant": variant.name, "clones": count, **service.clones(variant.name, count)})
         peak = service.restorer_peak_bytes()
