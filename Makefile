@@ -21,7 +21,7 @@ export REWAKE_CLIENTS := $(abspath $(CLIENTS))
 export REWAKE_PROMETHEUS := $(abspath $(TOOLS)/bin/prometheus)
 
 .DEFAULT_GOAL := help
-.PHONY: help install system prometheus dashboards test-dashboards criu runc llama-server clients chromium vllm model hf-model demo bench-gpu test bench-held bench-gateway bench-restore peers reference docs check clean
+.PHONY: help install system prometheus dashboards test-dashboards criu runc llama-server clients chromium vllm model hf-model demo bench-gpu test bench-held bench-gateway bench-restore peers reference docs crash-matrix check clean
 
 help:  ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -105,6 +105,9 @@ reference: install  ## Write docs/reference out of the code.
 docs: reference  ## The documentation as a site, in build/site.
 	$(BIN)/python -m pip install --quiet --editable '.[docs]'
 	$(BIN)/mkdocs build --strict --quiet
+
+crash-matrix: install criu  ## Break each step of a capture and of a restore in each way, and look what is left.
+	$(BIN)/python tests/crash_matrix.py $(MATRIX_ARGS)
 
 check: install  ## Lint, format, types, layering.
 	$(BIN)/ruff check .
