@@ -74,6 +74,7 @@ async def bench(url: str, config: Config = CONFIG, snapshots: tuple[SnapshotSumm
         criu=None,
         capability="",
         tally=Tally(),
+        facts_now=lambda: None,
         gpus=SimpleNamespace(facts=None),
         discard=nothing,
         journals=Journals(Path(folder.name)),
