@@ -12,7 +12,8 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -122,6 +123,7 @@ class Host:
     """How fast this host is."""
     news: News = field(default_factory=News)
     tally: Tally = field(default_factory=Tally)
+    _reading: Counter[Path] = field(default_factory=Counter)
     _gone: dict[str, Model] = field(default_factory=dict)
     """The last settings of models that the configuration has no more: their replicas still have to end."""
 
@@ -140,6 +142,16 @@ class Host:
         found = [await self.cuda.bandwidth(gpu.uuid) for gpu in (self.facts.gpu and self.facts.gpu.gpus) or ()]
         return min(found, default=None)
 
+    @contextlib.contextmanager
+    def reading(self, folder: Path) -> Iterator[bool]:
+        """A restore out of a folder, until the block ends; yields whether nobody else was restoring out of it already."""
+        self._reading[folder] += 1
+        try:
+            yield self._reading[folder] == 1
+        finally:
+            self._reading[folder] -= 1
+            self._reading += Counter()
+
     def backend(self, name: str) -> Backend:
         """The backend of a model."""
         return self.backends[self.model(name).engine.backend]
@@ -151,6 +163,10 @@ class Host:
         self.snapshots.verdicts.policy = config.restorer.quarantine
         self.judge = judge_of(config)
         self.snapshots.sign = self.judge.keys.sign
+
+    def facts_now(self) -> HostFacts:
+        """This machine's facts, those that change while it runs read anew. Blocks for moments."""
+        return hostfacts.refreshed(self.facts)
 
     async def find_gpus(self) -> None:
         """Ask the driver, if there is one, what GPUs this host has; called once, before anything is started."""
@@ -184,14 +200,14 @@ class Host:
         """Compare every snapshot of a model with this host and its settings. Blocks: it may hash weights."""
         here = profile.resolve(name, self.model(name), self.stamps, self.config.trust)
         mine = [manifest for manifest in self.snapshots.list() if manifest.profile.model == name]
-        facts = hostfacts.refreshed(self.facts)
+        facts = self.facts_now()
         standings = {m.id: self.snapshots.verdicts.standing(m.id) for m in mine}
         quarantined = {id: one.quarantined for id, one in standings.items() if one.quarantined is not None}
         held = {id: one.held for id, one in standings.items() if one.held is not None}
         distrusted = {m.id: found for m in mine if m.id not in quarantined and (found := self.distrust(m))}
         trusted = [m for m in mine if m.id not in quarantined.keys() | held.keys() | distrusted.keys()]
         best, unfit = compat.newest_fit(trusted, here, facts, self.config.matching)
-        allowed = () if best is None else self._allowed(best, facts)
+        allowed = () if best is None else self.allowed(best, facts)
         return Match(here, best, distrusted | unfit, quarantined, allowed, held)
 
     def blame(self, id: str, error: RestorerError) -> None:
@@ -226,7 +242,8 @@ class Host:
             found.append(verdict.mismatch)
         return found
 
-    def _allowed(self, manifest: Manifest, facts: HostFacts) -> tuple[compat.Mismatch, ...]:
+    def allowed(self, manifest: Manifest, facts: HostFacts) -> tuple[compat.Mismatch, ...]:
+        """What of a snapshot is not as it should be on a host, and a policy lets pass. Blocks; cheap when nothing has changed."""
         verdict = self.judge.judge(self.snapshots.folder(manifest.id), manifest)
         waived = compat.waived(manifest, facts, self.config.matching)
         return (*waived, *(() if verdict.mismatch is None else (verdict.mismatch,)))

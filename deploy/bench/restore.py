@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How near restores come to what this host can do at all: ``make bench-restore``.
 
-Usage: restore.py [--gigabytes N] [--rounds N] [--only memory,mapped] [--clones 1,2,4] [--no-lazy]
+Usage: restore.py [--gigabytes N] [--rounds N] [--cold N] [--only memory,mapped] [--clones 1,2,4] [--no-lazy]
 
 A model with random weights is made on the spot and served by llama-server, once with its weights read into memory and once
 mapped. In each round, in turns: a cold start, a plain `criu restore`, one with lazy pages, and Rewake's restore, each from a
@@ -172,7 +172,7 @@ def rounds(variants: Sequence[Variant], options: argparse.Namespace) -> list[dic
         for variant in variants:
             for tier in TIERS:
                 for contender in CONTENDERS:
-                    if contender == "criu lazy" and options.no_lazy:
+                    if (contender == "criu lazy" and options.no_lazy) or (contender == "cold start" and number >= options.cold):
                         continue
                     one = {"round": number, **variant.run(contender, tier)}
                     if contender == "rewake":
@@ -190,12 +190,10 @@ def median(found: Sequence[dict[str, Any]], key: str, **which: Any) -> float | N
 
 
 def ratios(found: Sequence[dict[str, Any]], variant: str, tier: str) -> dict[str, float]:
-    """Medians of the ratios within rounds."""
+    """Ratios of medians."""
 
-    def per_round(contender: str) -> list[float]:
-        mine = {one["round"]: one["seconds"] for one in found if _is(one, variant, tier, "rewake")}
-        theirs = {one["round"]: one["seconds"] for one in found if _is(one, variant, tier, contender)}
-        return [theirs[number] / mine[number] for number in mine if number in theirs]
+    def seconds(contender: str) -> list[float]:
+        return [one["seconds"] for one in found if _is(one, variant, tier, contender)]
 
     ours = [one for one in found if _is(one, variant, tier, "rewake")]
     result = {
@@ -203,8 +201,8 @@ def ratios(found: Sequence[dict[str, Any]], variant: str, tier: str) -> dict[str
         "without_canary_vs_yardstick": statistics.median(one["moved_ratio"] for one in ours),
     }
     for name, contender in (("cold_start", "cold start"), ("plain_criu", "criu"), ("lazy_criu", "criu lazy")):
-        if values := per_round(contender):
-            result[f"times_faster_than_{name}"] = statistics.median(values)
+        if theirs := seconds(contender):
+            result[f"times_faster_than_{name}"] = statistics.median(theirs) / statistics.median(seconds("rewake"))
     return {name: round(value, 2) for name, value in result.items()}
 
 
@@ -283,11 +281,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=2.3, help="of the model; default: 2.3")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--cold", type=int, default=1, help="rounds with a cold start, the longest of all; default: 1")
     parser.add_argument("--only", default="memory,mapped")
     parser.add_argument("--clones", default="1,2,4")
     parser.add_argument("--no-lazy", action="store_true", help="leave CRIU's lazy pages out")
     options = parser.parse_args()
     WORK.mkdir(parents=True, exist_ok=True)
+    # Snapshots of earlier runs are of no use.
+    shutil.rmtree(WORK / "state", ignore_errors=True)
     begun = time.monotonic()
     try:
         result = measured(options)
