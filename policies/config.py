@@ -18,6 +18,7 @@ from policies.groups import Group
 from policies.holding import Bounds, Hold
 from policies.scalars import Bytes, Count, PositiveSeconds, Seconds, Section
 from policies.schedule import Window
+from policies.sleeping import Sleep
 from policies.tenancy import Tenant
 from policies.trust import Trust
 
@@ -57,9 +58,9 @@ class Engine(Section):
 
     kind: Literal["llama-server", "vllm", "sglang", "http"]
     """Which adapter speaks to it; ``http`` is any server with an OpenAI-compatible ``/v1/completions``."""
-    backend: Literal["criu", "runc", "cold"] = "criu"
-    """How its replicas are had: ``criu`` and ``runc`` restore them from snapshots, ``runc`` as OCI containers; ``cold`` starts
-    each by its command."""
+    backend: Literal["criu", "runc", "sleep", "cold"] = "criu"
+    """How its replicas are had: ``criu`` and ``runc`` restore them from snapshots, ``runc`` as OCI containers; ``sleep`` keeps a
+    stopped engine alive, asleep by its own API; ``cold`` starts each by its command."""
     bundle: Annotated[str, Field(pattern="^/")] | None = None
     """``runc`` only: the folder of an OCI bundle to run the command in. None: it sees this host's file system, read-only."""
     command: Annotated[tuple[str, ...], Field(min_length=1)]
@@ -73,11 +74,14 @@ class Engine(Section):
     ready_timeout_s: PositiveSeconds = 1800.0
     """A cold start that takes longer has failed."""
     gpu: Gpu = Gpu()
+    sleep: Sleep = Sleep()
 
     @model_validator(mode="after")
     def _backend_fits(self) -> Engine:
         if self.bundle is not None and self.backend != "runc":
             raise ValueError(f"bundle is for backend: runc, but backend is {self.backend}")
+        if self.backend == "sleep" and self.kind not in ("vllm", "sglang"):
+            raise ValueError(f"backend: sleep wants an engine with an API for it, vllm or sglang, but kind is {self.kind}")
         if self.backend == "runc" and self.gpu.count:
             raise ValueError("backend: runc does not put GPUs into its containers; use backend: criu, or gpu.count: 0")
         return self

@@ -41,7 +41,7 @@ class HttpEngine:
     """Any server with an OpenAI-compatible ``/v1/completions``; the base of the others.
 
     Args:
-        name: the model's name, which the engine must serve it under: requests reach it unchanged.
+        name: the model's name, which the engine must serve it under, unless ``served_name`` says what it knows it by.
         model: its settings.
     """
 
@@ -64,6 +64,16 @@ class HttpEngine:
     @property
     def apart(self) -> bool:
         """Its weights can be taken out of a dump, and are to be."""
+        return False
+
+    @property
+    def sleeps(self) -> bool:
+        """It is to be kept asleep while nobody asks for it."""
+        return self.model.engine.backend == "sleep"
+
+    @property
+    def tells_weights(self) -> bool:
+        """It can tell what its weights are, for them to be compared after a sleep."""
         return False
 
     def argv(self) -> tuple[str, ...]:
@@ -139,8 +149,23 @@ class HttpEngine:
     async def wake(self, client: httpx.AsyncClient) -> None:
         """Serve again after :meth:`sleep`; weights that lie apart are in their place by now."""
 
+    async def doze(self, client: httpx.AsyncClient, level: int) -> None:
+        """Sleep by the engine's own API until :meth:`rouse`: it gives memory back and answers nobody.
+
+        Args:
+            level: 1: its weights stay in the host's memory; 2: nowhere.
+
+        Raises:
+            SnapshotError: it has no such API. EngineNotReady: it did not fall asleep in time.
+        """
+        raise SnapshotError(f"{self.model.engine.kind} cannot be put to sleep")
+
+    async def rouse(self, client: httpx.AsyncClient, level: int) -> None:
+        """Serve again after :meth:`doze`, with weights read anew where they were thrown away."""
+        raise SnapshotError(f"{self.model.engine.kind} cannot be woken")
+
     async def describe_weights(self, client: httpx.AsyncClient) -> list[tuple[Allocation, ...]]:
-        """The allocations that hold weights, of each worker. Only asked where they are :attr:`apart`.
+        """The allocations that hold weights, of each worker. Asked where they are :attr:`apart`, or it :attr:`tells_weights`.
 
         Raises:
             SnapshotError: it cannot tell.
@@ -189,7 +214,7 @@ class HttpEngine:
 
     def request(self, prompt: str, tokens: int) -> tuple[str, Body]:
         return "/v1/completions", {
-            "model": self.name,
+            "model": self.model.served_name or self.name,
             "prompt": prompt,
             "max_tokens": tokens,
             "temperature": 0,

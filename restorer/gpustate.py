@@ -27,7 +27,7 @@ from restorer.box import Box
 from restorer.cuda import Cuda
 from restorer.engines import HttpEngine
 from restorer.errors import CanaryDiffers, EngineDied, EngineNotReady, Environment, RestorerError, SnapshotError
-from restorer.gpus import MARGIN_BYTES, Placement, mapping, memory
+from restorer.gpus import MARGIN_BYTES, Need, Placement, mapping, memory
 from restorer.host import Host, log
 from restorer.instance import Instance, connect, resurrect
 from restorer.stages import Stages
@@ -135,9 +135,9 @@ async def _awaken(
             await instance.engine.wake(client)
 
 
-def need_bytes(state: GpuState) -> int:
-    """Device memory that each of its GPUs must have free for a restore."""
-    return state.awake_bytes // max(1, len(state.used)) + MARGIN_BYTES
+def need(state: GpuState) -> Need:
+    """What a restore wants of GPUs."""
+    return Need(state.awake_bytes // max(1, len(state.used)) + MARGIN_BYTES, state.used)
 
 
 @dataclass(slots=True)
@@ -191,7 +191,7 @@ async def _delivery(host: Host, box: Box, state: GpuState, placement: Placement)
     # On another GPU than its donor's, an engine cannot map what lies there: driver 580 answers CUDA_ERROR_NOT_INITIALIZED.
     at_home = placement.uuids == state.used and not box.facts.get("moved")
     if files and at_home and twice <= placement.free_bytes and len(files) == len(placement.uuids):
-        delivery.roomy = need_bytes(state) + largest + MARGIN_BYTES <= placement.free_bytes
+        delivery.roomy = need(state).bytes + largest + MARGIN_BYTES <= placement.free_bytes
         for rank, (uuid, parts) in enumerate(zip(placement.uuids, files, strict=True)):
             socket = f"weights-{rank}.sock"
             delivery.names.append(f"{box.id}-{rank}-{secrets.token_hex(4)}")

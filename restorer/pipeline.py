@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from policies.compat import Mismatch
-from policies.manifest import GpuState, Manifest
+from policies.manifest import Exchange, Manifest
 from policies.replica import Event, Replica, State, advance
 from policies.wire import Failure, JobKind, OperationState
-from restorer import canary, gpustate
+from restorer import canary, gpustate, sleeping
 from restorer.box import Box
 from restorer.capture import capture
 from restorer.engines import HttpEngine, adapter
@@ -30,7 +31,7 @@ from restorer.errors import (
     ToolFailed,
     ToolHung,
 )
-from restorer.gpus import Placement
+from restorer.gpus import Need, Placement
 from restorer.host import Host, Match, log
 from restorer.instance import Instance, connect, ignite, last_words
 from restorer.integrity import verify_files
@@ -54,6 +55,8 @@ class Attempt:
         self.host, self.claim, self.stages = host, claim, host.progress.stages(claim.job)
         model = host.model(claim.job.model)
         self.engine = adapter(claim.job.model, model)
+        self.lost: RestorerError | None = None
+        """Why an engine that rested did not come back."""
         self.record = Replica(
             id=claim.job.replica,
             model=claim.job.model,
@@ -104,20 +107,22 @@ async def start(host: Host, claim: Claim, replicas: Replicas) -> None:
             match = await asyncio.to_thread(host.match, claim.job.model)
         await attempt.still_wanted()
         await replicas.vacated(claim.job.model)
-        obstacle = host.backend(claim.job.model).obstacle()
-        if match.manifest is not None and obstacle is None:
-            instance = await _resumed(attempt, match, match.manifest, replicas.suspended)
-            if instance is None:
-                instance = await _restored_or_cold(attempt, match, match.manifest)
-        else:
-            why = match.why if obstacle is None else obstacle
-            if model.on_no_snapshot == "reject":
+        backend = host.backend(claim.job.model)
+        obstacle = backend.obstacle()
+        instance = await _resumed(attempt, match, replicas.suspended)
+        if instance is None and match.manifest is not None and obstacle is None:
+            instance = await _restored_or_cold(attempt, match, match.manifest)
+        if instance is None:
+            if attempt.lost is not None and model.on_restore_failure == "reject":
+                raise attempt.lost
+            why = match.why if obstacle is None else obstacle if attempt.lost is None else f"it did not wake: {attempt.lost}"
+            if model.on_no_snapshot == "reject" and backend.can.snapshot:
                 raise (
                     HostIncompatible([m for found in match.refused.values() for m in found])
                     if match.refused
                     else SnapshotError(why)
                 )
-            instance = await _cold(attempt, match, Event.START, why)
+            instance = await _cold(attempt, match, why)
         await _admit(attempt, instance, replicas)
     except (LeaseLost, StoreUnavailable):
         raise
@@ -131,25 +136,25 @@ def _bounded(claim: Claim, most: int) -> None:
         raise Environment(f"it was begun {most} times, and each time the restorer ended before it; see the restorer's log")
 
 
-async def _resumed(attempt: Attempt, match: Match, manifest: Manifest, suspended: Suspended) -> Instance | None:
-    """The suspended engine of this model, awake on a GPU and proved like a restored one; None: there is none that can."""
+async def _resumed(attempt: Attempt, match: Match, suspended: Suspended) -> Instance | None:
+    """The engine of this model that rests here, awake and proved like a restored one; None: there is none that can."""
     model = attempt.record.model
     resting = await suspended.take(model, match)
     if resting is None:
         return None
     box, instance = resting.box, resting.instance
     try:
-        placement = await _placed(attempt, box, resting.state)
+        placement = await _placed(attempt, box, resting.rest.need)
     except BaseException:
         suspended.put_back(model, resting)
         raise
-    assert placement is not None
+    snapshot = None if match.manifest is None else match.manifest.id
     lives = int(box.facts.get("lives", 1)) + 1
     box.remember(lives=lives)
     try:
-        await attempt.advance(Event.RESTORE, snapshot=manifest.id, incarnation=f"{box.id}-{lives}", start="resumed")
-        await gpustate.resume(attempt.host, instance, resting.state, placement, attempt.stages)
-        await _proved(attempt, instance, manifest)
+        await attempt.advance(Event.RESTORE, snapshot=snapshot, incarnation=f"{box.id}-{lives}", start=resting.rest.start)
+        await resting.rest.wake(attempt.host, instance, placement, attempt.stages)
+        await _proved(attempt, instance, resting.exchanges(match))
         await attempt.advance(Event.UP)
         return instance
     except (LeaseLost, StoreUnavailable):
@@ -157,19 +162,22 @@ async def _resumed(attempt: Attempt, match: Match, manifest: Manifest, suspended
         raise
     except RestorerError as error:
         # Not the snapshot's fault, whatever it was.
-        log.warning("the suspended engine of %s cannot be resumed, and is ended: %s", model, error)
+        log.warning("the engine of %s that rested cannot be %s, and is ended: %s", model, resting.rest.start, error)
+        if isinstance(error, CanaryDiffers):
+            suspended.distrust(resting)
         await asyncio.shield(attempt.host.discard(box))
+        attempt.lost = error
         return None
     except BaseException:
         await asyncio.shield(attempt.host.discard(box))
         raise
 
 
-async def _proved(attempt: Attempt, instance: Instance, manifest: Manifest) -> None:
+async def _proved(attempt: Attempt, instance: Instance, exchanges: Sequence[Exchange]) -> None:
     """It repeats the donor's answers; raises CanaryDiffers otherwise."""
     with attempt.stages.timed("canary"):
         async with connect(instance) as client:
-            verdict = await canary.check(client, attempt.engine, manifest.canary)
+            verdict = await canary.check(client, attempt.engine, exchanges)
     if not verdict.equal:
         raise CanaryDiffers(f"the replica does not repeat its donor's answers: {verdict.difference}")
 
@@ -186,8 +194,7 @@ async def _restored_or_cold(attempt: Attempt, match: Match, manifest: Manifest) 
             await asyncio.to_thread(host.snapshots.quarantine, manifest.id, str(error))
         if host.model(claim.job.model).on_restore_failure == "reject":
             raise
-        event = Event.START if attempt.record.state is State.MATCHING else Event.FALL_BACK
-        return await _cold(attempt, match, event, f"restore of snapshot {manifest.id} failed: {error}")
+        return await _cold(attempt, match, f"restore of snapshot {manifest.id} failed: {error}")
 
 
 async def _restored(attempt: Attempt, match: Match, manifest: Manifest) -> Instance:
@@ -198,7 +205,7 @@ async def _restored(attempt: Attempt, match: Match, manifest: Manifest) -> Insta
     await _verify_bytes(attempt, manifest)
     box = await host.boxes.take()
     try:
-        placement = await _placed(attempt, box, manifest.gpu)
+        placement = await _placed(attempt, box, Need() if manifest.gpu is None else gpustate.need(manifest.gpu))
         changes = {"snapshot": manifest.id, "incarnation": box.id, "start": "restored"}
         if attempt.record.state is State.MATCHING:
             await attempt.still_wanted()
@@ -209,7 +216,7 @@ async def _restored(attempt: Attempt, match: Match, manifest: Manifest) -> Insta
         folder = host.snapshots.folder(manifest.id)
         instance = await gpustate.revive(host, box, attempt.engine, manifest, folder, attempt.stages, placement)
         await attempt.advance(Event.UP)
-        await _proved(attempt, instance, manifest)
+        await _proved(attempt, instance, manifest.canary)
         return instance
     except (EngineDied, EngineNotReady) as error:
         words = last_words(box)
@@ -222,20 +229,17 @@ async def _restored(attempt: Attempt, match: Match, manifest: Manifest) -> Insta
         raise
 
 
-async def _placed(attempt: Attempt, box: Box, state: GpuState | None) -> Placement | None:
-    """The GPUs that a box gets, if its engine wants any; they are its own until it is discarded.
-
-    Args:
-        state: of the snapshot to restore; None: the engine starts cold, and takes what it finds.
-    """
+async def _placed(attempt: Attempt, box: Box, need: Need) -> Placement | None:
+    """The GPUs that a box gets, if its engine wants any; they are its own until it is discarded."""
     # Whose logs these are, should it fail; see restorer/remains.py.
     box.facts.update(model=attempt.record.model, replica=attempt.record.id)
     gpu = attempt.engine.model.engine.gpu
     if gpu.count == 0:
         return None
     with attempt.stages.timed("lease GPU"):
-        need, prefer = (0, ()) if state is None else (gpustate.need_bytes(state), state.used)
-        placement = await attempt.host.gpus.lease(box.id, gpu.count, need_bytes=need, wait_s=gpu.wait_s, prefer=prefer)
+        placement = await attempt.host.gpus.lease(
+            box.id, gpu.count, need_bytes=need.bytes, wait_s=gpu.wait_s, prefer=need.prefer, only=need.only
+        )
         box.remember(gpus=list(placement.uuids))
     return placement
 
@@ -260,26 +264,30 @@ async def _verify_bytes(attempt: Attempt, manifest: Manifest) -> None:
         raise HostIncompatible([Mismatch(f"file {fault.path}", fault.expected, fault.found, remedy) for fault in changed])
 
 
-async def _cold(attempt: Attempt, match: Match, event: Event, why: str) -> Instance:
+async def _cold(attempt: Attempt, match: Match, why: str) -> Instance:
     """A cold engine; captured on its way, where the policy wants a snapshot and there is none."""
     host = attempt.host
     policy, backend = host.model(attempt.record.model).snapshot, host.backend(attempt.record.model)
     box = await host.boxes.take()
     try:
-        placement = await _placed(attempt, box, None)
+        placement = await _placed(attempt, box, Need())
+        event = Event.START if attempt.record.state is State.MATCHING else Event.FALL_BACK
         await attempt.advance(event, incarnation=box.id, start="cold", snapshot=None, reason=why)
         with attempt.stages.timed("start engine"):
             instance, cold_start_s = await ignite(backend, box, attempt.engine, placement.indices if placement else ())
-        if policy.create == "auto" and backend.obstacle() is None and match.manifest is None:
-            try:
+        try:
+            if backend.can.sleep:
+                await sleeping.vow(instance, match.profile.digest, attempt.stages)
+            elif policy.create == "auto" and backend.obstacle() is None and match.manifest is None:
                 manifest = await capture(host, instance, match.profile, cold_start_s, attempt.stages)
                 log.info("snapshot %s of %s was made", manifest.id, attempt.record.model)
-            except EngineDied:
-                raise
-            except RestorerError as error:
-                # The engine serves all the same; the next start is cold too, and says why.
-                log.warning("no snapshot of %s: %s", attempt.record.model, error)
-                attempt.record = attempt.record.model_copy(update={"reason": f"{why}; no snapshot was made: {error}"})
+        except EngineDied:
+            raise
+        except RestorerError as error:
+            # The engine serves all the same; the next start is cold too, and says why.
+            what = "it will not be kept asleep" if backend.can.sleep else "no snapshot was made"
+            log.warning("%s: %s: %s", attempt.record.model, what, error)
+            attempt.record = attempt.record.model_copy(update={"reason": f"{why}; {what}: {error}"})
         await attempt.advance(Event.UP)
         with attempt.stages.timed("warm up"):
             async with connect(instance) as client:
