@@ -29,6 +29,7 @@ from gateway.handover import Line, NoAnswer, listeners, notify
 from gateway.life import Life
 from gateway.reload import Rejected, Reloader
 from gateway.settings import Settings, SettingsError
+from gateway.shared import share
 from gateway.store import Store, WrongSchema
 from gateway.tls import CertificateError
 from gateway.version import version
@@ -134,7 +135,7 @@ async def _serve(told: Settings, line: Line | None, sockets: list[socket.socket]
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     await _check_schema(told)
-    series = metrics.Metrics(told.config.models, version=version(), shared=metrics.share(folder), observer=told.worker == 0)
+    series = metrics.Metrics(told.config.models, version=version(), shared=share(folder))
     if line is not None:
         await line.open()
     app = application.build(told, series, line)

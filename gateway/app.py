@@ -23,6 +23,7 @@ from gateway.eta import Eta
 from gateway.fastpath import FastPath
 from gateway.gauges import Gauges
 from gateway.handover import Line
+from gateway.hosts import Hosts
 from gateway.intake import Intake
 from gateway.ledger import Ledger
 from gateway.life import Handler, Life
@@ -122,16 +123,7 @@ def compose(settings: Settings, metrics: Metrics, line: Line | None = None) -> G
     waitroom = Waitroom(current, fleet=registry, capacity=permits, ledger=ledger, expected=eta.wait_s)
     callers = _callers(current, store, reporter, metrics)
     overview = Overview(current, registry=registry, reporter=reporter, store=store, eta=eta)
-    admin = Admin(
-        current,
-        settings.admin_token,
-        store=store,
-        registry=registry,
-        reporter=reporter,
-        operations=operations,
-        tasks=Tasks(store, link),
-        overview=overview,
-    )
+    admin = _admin(settings, current, store, registry, reporter, operations, Tasks(store, link), overview)
     certificates = None if settings.pem is None else Certificates(settings.pem)
     life = Life(link.connected)
     gateway = Gateway(
@@ -149,7 +141,7 @@ def compose(settings: Settings, metrics: Metrics, line: Line | None = None) -> G
         waitroom=waitroom,
         upstreams=upstreams,
         metrics=metrics,
-        gauges=Gauges(current, ledger=ledger, registry=registry, link=link, metrics=metrics),
+        gauges=_gauges(current, ledger, registry, link, reporter, Hosts(store), metrics),
         serving=_serving(current, metrics, callers, ledger, registry, waitroom, upstreams, eta, life),
         admin=admin,
         overview=overview,
@@ -161,6 +153,34 @@ def compose(settings: Settings, metrics: Metrics, line: Line | None = None) -> G
     )
     _connect(gateway, eta)
     return gateway
+
+
+def _admin(
+    settings: Settings,
+    current: Current,
+    store: Store,
+    registry: Registry,
+    reporter: Reporter,
+    operations: Operations,
+    tasks: Tasks,
+    overview: Overview,
+) -> Admin:
+    return Admin(
+        current,
+        settings.admin_token,
+        store=store,
+        registry=registry,
+        reporter=reporter,
+        operations=operations,
+        tasks=tasks,
+        overview=overview,
+    )
+
+
+def _gauges(
+    current: Current, ledger: Ledger, registry: Registry, link: Link, reporter: Reporter, hosts: Hosts, metrics: Metrics
+) -> Gauges:
+    return Gauges(current, ledger=ledger, registry=registry, link=link, reporter=reporter, hosts=hosts, metrics=metrics)
 
 
 def _serving(
@@ -209,7 +229,7 @@ def _reloader(
         file=settings.file,
         line=line,
         authorize=admin.authorize,
-        report=metrics.config_last_reload_successful.set,
+        report=metrics.reloaded,
     )
 
 
@@ -258,9 +278,7 @@ def _connect(gateway: Gateway, eta: Eta) -> None:
         scaler.poke_mates(model)
 
     def drain() -> None:
-        # A successor in this worker's place observes from here on, and nothing is counted twice.
-        reporter.draining, gateway.metrics.observer = True, False
-        permits.draining = True
+        reporter.draining = permits.draining = True
         reporter.kick()
 
     def ejected(replica: Replica, pause_s: float, reason: str) -> None:

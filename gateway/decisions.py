@@ -203,7 +203,7 @@ class Decisions:
     def refusal(self, refused: Refused, order: Order) -> GatewayError:
         """What the waiting room's refusal is to the client."""
         code, model = refused.reject.code, order.model
-        self._metrics.queue_wait.labels(model, _OUTCOMES.get(code, "timeout")).observe(order.ticket.waited_s)
+        self._metrics.waited(order.trail, _OUTCOMES.get(code, "timeout"), order.ticket.waited_s)
         position = 1 + (self._ledger.held(model) if code in ("queue_full", "queue_bytes_full") else 0)
         promise_s = self._eta.retry_after_s(model, position)
         return errors.refusal(code, model=model, detail=refused.reject.detail, retry_after_s=promise_s)
@@ -214,7 +214,7 @@ class Decisions:
         trail.phase, trail.start = "dispatched", replica.start or "cold"
         trail.replica, trail.incarnation = replica.id, replica.incarnation
         if ticket.waited_s and ticket.turns == 1:
-            self._metrics.queue_wait.labels(order.model, "admitted").observe(ticket.waited_s)
+            self._metrics.waited(trail, "admitted", ticket.waited_s)
 
     def outgoing(self, order: Order, replica: Replica) -> Outgoing:
         """8. The request as this replica shall get it."""
@@ -246,7 +246,7 @@ class Decisions:
             self._registry.outcome(replica, Outcome.OK)
         else:
             self._registry.outcome(replica, outcome_of(status), f"it answered {status}")
-        self._metrics.first_byte(replica.model, trail.start, trail.first_byte_s)
+        self._metrics.first_byte(trail, trail.first_byte_s)
 
     def returned(self, order: Order, replica: Replica, headers: Iterable[tuple[str, str]]) -> tuple[Pairs, bool]:
         """9. Its head, as the client shall get it, and whether the body is an event stream."""

@@ -108,8 +108,9 @@ class Dispatch:
         source = AiohttpSource(request)
         body = await self._intake.read_small(found, request.headers, source, source.proceed, MAX_BODY_BYTES)
         query = dict(parse_qsl(found.query, keep_blank_values=True))
-        known = request.headers.get("If-None-Match", "")
-        return Call(request.headers.get("Authorization"), found.params, query, body, tenant, known)
+        head = request.headers
+        more = {"accept": head.get("Accept", ""), "if_none_match": head.get("If-None-Match", "")}
+        return Call(head.get("Authorization"), found.params, query, body, tenant, **more)
 
     @web.middleware
     async def _instead(self, request: web.Request, handler: object) -> web.StreamResponse:

@@ -45,6 +45,8 @@ class Call:
     body: bytes = b""
     tenant: str = ""
     """Whose key came with it; empty where nobody asked, or there are no tenants."""
+    accept: str = ""
+    """The ``Accept`` header."""
     if_none_match: str = ""
     """The ``If-None-Match`` header."""
 

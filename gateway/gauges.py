@@ -9,12 +9,16 @@ import asyncio
 import time
 
 from gateway.current import Current
+from gateway.errors import Unauthorized
 from gateway.exchange import Call, Reply
+from gateway.hosts import Hosts
 from gateway.ledger import Ledger
 from gateway.link import Link
 from gateway.metrics import Metrics
 from gateway.registry import Registry
+from gateway.report import Reporter
 from policies.replica import State
+from policies.tenancy import key_hash
 
 PERIOD_S = 1.0
 
@@ -22,24 +26,53 @@ PERIOD_S = 1.0
 class Gauges:
     """One per gateway process."""
 
-    def __init__(self, current: Current, *, ledger: Ledger, registry: Registry, link: Link, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        current: Current,
+        *,
+        ledger: Ledger,
+        registry: Registry,
+        link: Link,
+        reporter: Reporter,
+        hosts: Hosts,
+        metrics: Metrics,
+    ) -> None:
         self._current = current
         self._ledger = ledger
         self._registry = registry
         self._link = link
+        self._reporter = reporter
+        self._hosts = hosts
         self._metrics = metrics
         self._arrivals: dict[str, int] = {}
 
     async def run(self) -> None:
         """Until cancelled."""
+        clock = asyncio.get_running_loop().time
         while True:
             self.observe()
             self._observe_expiry()
+            due = clock() + PERIOD_S
             await asyncio.sleep(PERIOD_S)
+            self._metrics.loop_lag.set(max(0.0, clock() - due))
 
     async def scrape(self, call: Call) -> Reply:
+        """All series, to whoever may see them.
+
+        Raises:
+            Unauthorized: the configuration has keys for it, and the call carries none of them.
+        """
+        self._authorize(call)
         self.observe()
-        return self._metrics.expose()
+        if self._link.connected.is_set():
+            await self._hosts.look()
+        return self._metrics.expose(call.accept, [self._hosts])
+
+    def _authorize(self, call: Call) -> None:
+        keys = self._current.config.metrics.keys
+        scheme, _, key = (call.authorization or "").partition(" ")
+        if keys and not (scheme.lower() == "bearer" and key_hash(key.strip()) in keys):
+            raise Unauthorized("Metrics need `Authorization: Bearer KEY`.", headers={"WWW-Authenticate": "Bearer"})
 
     def observe(self) -> None:
         ledger, registry = self._ledger, self._registry
@@ -51,7 +84,13 @@ class Gauges:
             {tenant: ledger.tenant_held(tenant) for tenant in tenants},
             {tenant: ledger.tenant_inflight(tenant) for tenant in tenants},
         )
+        models = self._current.config.models
+        self._metrics.bounded(
+            {name: spec.hold.max_requests for name, spec in models.items()},
+            {name: registry.failure(name) is not None for name in models},
+        )
         self._metrics.store_connected.set(self._link.connected.is_set())
+        self._metrics.gateways.set(self._reporter.gateways)
 
     def _observe_expiry(self) -> None:
         """When each model would be parked if nothing more came."""

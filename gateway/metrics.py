@@ -1,8 +1,6 @@
-"""Every series of the gateway, and how the workers of one host share them.
+"""Every series that gateways count themselves; what restorers count is :mod:`gateway.hosts`' to show.
 
-Workers are separate processes behind one port, so a scrape reaches any one of them: with :func:`share` each keeps its
-values in files of its own in a common folder, and each answers for all. Labels are bounded: models come from the
-configuration, replicas are slots, never incarnations.
+Labels are bounded: models come from the configuration, replicas are slots, never incarnations.
 
 What every request counts is counted in plain dictionaries, and added to the series once a second and before a scrape
 (:meth:`Metrics.flush`): a labelled series in a shared file costs ten times as much to touch.
@@ -10,93 +8,28 @@ What every request counts is counted in plain dictionaries, and added to the ser
 
 from __future__ import annotations
 
-import fcntl
-import os
+import time
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import IO
+from collections.abc import Iterable, Mapping, Sequence
 
-import prometheus_client.values
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
+from prometheus_client.samples import Exemplar
 
 from gateway.exchange import Reply
+from gateway.exposition import Bucket, Source, render
+from gateway.shared import Shared
 from gateway.trail import Trail
-from policies.replica import TERMINAL, Replica, State
+from policies.replica import Replica, State
+from policies.series import SECONDS
 from policies.wire import ModelLoad
 
 OTHER = "_other"
 """The ``model`` of requests that named none of ours."""
-_MAX_WORKERS = 256
-_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 600)
-
-
-class Shared:
-    """This worker's place in the common folder; kept for the life of the process.
-
-    A worker takes the first place that no living process holds, goes on with the counters of the one that had it before
-    and drops its gauges. So counters never go back, and the folder does not grow with restarts.
-    """
-
-    def __init__(self, folder: Path, place: int, lock: IO[bytes]) -> None:
-        self.folder = folder
-        self.place = place
-        self._lock = lock
-
-    def succeed(self, id: str) -> str:
-        """Leave this process's id here for the next one; the id of the one before, which is dead, or nothing."""
-        note = self.folder / f"{self.place}.lock"
-        before = note.read_text(errors="replace").strip()
-        note.write_text(id)
-        return before
-
-    def forget_dead(self) -> None:
-        """Remove the gauges of workers that are gone."""
-        for file in self.folder.glob("gauge_live*.db"):
-            place = int(file.stem.rpartition("_")[2])
-            if place == self.place:
-                continue
-            lock = _hold(self.folder, place)
-            if lock is not None:
-                with lock:
-                    file.unlink(missing_ok=True)
-
-
-def share(folder: Path) -> Shared:
-    """Keep the values of all series made from now on in ``folder``. Call once, before :class:`Metrics` is made.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
-    place, lock = _free_place(folder)
-    for file in folder.glob(f"gauge_*_{place}.db"):
-        file.unlink(missing_ok=True)
-    os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)
-    values = prometheus_client.values
-    values.ValueClass = values.MultiProcessValue(lambda: place)  # type: ignore[no-untyped-call]
-    return Shared(folder, place, lock)
-
-
-def _free_place(folder: Path) -> tuple[int, IO[bytes]]:
-    for place in range(_MAX_WORKERS):
-        lock = _hold(folder, place)
-        if lock is not None:
-            return place, lock
-    raise OSError(f"all {_MAX_WORKERS} places in {folder} are taken; does something else write there?")
-
-
-def _hold(folder: Path, place: int) -> IO[bytes] | None:
-    """The lock of a place, or None when a living process has it."""
-    lock = (folder / f"{place}.lock").open("ab")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.close()
-        return None
-    return lock
-
+_RATIOS = (0.25, 0.5, 0.67, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 3, 5, 10)
+_NOTABLE_S = 0.5
+"""A shorter wait says nothing about an estimate."""
+disable_created_metrics()  # type: ignore[no-untyped-call]
 
 Ended = tuple[str, str | None, str, int, str]
 """Tenant, model, route, status, start: what requests that have ended are counted by."""
@@ -108,11 +41,11 @@ class Tally:
     __slots__ = ("counts", "sum")
 
     def __init__(self) -> None:
-        self.counts = [0] * (len(_SECONDS) + 1)
+        self.counts = [0] * (len(SECONDS) + 1)
         self.sum = 0.0
 
     def add(self, seconds: float) -> None:
-        self.counts[bisect_left(_SECONDS, seconds)] += 1
+        self.counts[bisect_left(SECONDS, seconds)] += 1
         self.sum += seconds
 
     def flush(self, series: Histogram) -> None:
@@ -129,29 +62,24 @@ class Metrics:
     Args:
         models: the configured models.
         shared: this worker's place among others, None when it is alone.
-        observer: count what is seen in the records; true for one worker of a host, or starts would be counted several
-            times.
     """
 
-    def __init__(self, models: Iterable[str], *, version: str, shared: Shared | None = None, observer: bool = True) -> None:
+    def __init__(self, models: Iterable[str], *, version: str, shared: Shared | None = None) -> None:
         self._models = frozenset(models)
         self._tenants: frozenset[str] = frozenset()
         self._shared = shared
-        self.observer = observer
         self._slots: set[str] = set()
         # Since the last flush. No more entries than there are series of what they are flushed to.
         self._ended: defaultdict[Ended, list[int]] = defaultdict(lambda: [0, 0, 0])
-        self._first_bytes: defaultdict[tuple[str, str], Tally] = defaultdict(Tally)
+        self._first_bytes: defaultdict[tuple[str | None, str], Tally] = defaultdict(Tally)
+        self._durations: defaultdict[tuple[str | None, str], Tally] = defaultdict(Tally)
+        self._exemplars: dict[Bucket, Exemplar] = {}
         self._registry = CollectorRegistry()
         self._traffic()
+        self._timing()
         self._fleet()
         self._tenancy()
-        self.config_last_reload_successful = self._gauge(
-            "config_last_reload_successful", "1: the configuration was read.", mode="livemin"
-        )
-        self.config_last_reload_successful.set(1)
-        self._gauge("build_info", "Always 1.", ["version"], mode="livemax").labels(version).set(1)
-        self.store_connected = self._gauge("store_connected", "1 while the store answers.", mode="livemin")
+        self._process(version)
 
     def succeed(self, id: str) -> str:
         """The id of the worker that had this one's place, if one died there."""
@@ -183,30 +111,63 @@ class Metrics:
             ended[1] += trail.prompt_tokens
         if trail.completion_tokens:
             ended[2] += trail.completion_tokens
+        if trail.first_byte_s is not None:
+            self._durations[trail.model, trail.start].add(trail.seconds)
+            if trail.trace is not None:
+                self._illustrate("rewake_request_seconds", trail, trail.start, trail.seconds)
 
-    def first_byte(self, model: str, start: str, seconds: float) -> None:
+    def first_byte(self, trail: Trail, seconds: float) -> None:
         """Count how long a request's answer took to begin."""
-        self._first_bytes[model, start].add(seconds)
+        self._first_bytes[trail.model, trail.start].add(seconds)
+        if trail.trace is not None:
+            self._illustrate("rewake_time_to_first_byte_seconds", trail, trail.start, seconds)
+
+    def _illustrate(self, series: str, trail: Trail, label: str, seconds: float) -> None:
+        """Name the request's trace in its bucket of a histogram whose labels are the model and one more."""
+        if trail.trace is None:
+            return
+        labels, at = (self.model(trail.model), label), bisect_left(SECONDS, seconds)
+        bound = str(float(SECONDS[at])) if at < len(SECONDS) else "+Inf"
+        self._exemplars[Bucket(series, labels, bound)] = Exemplar({"trace_id": trail.trace.id}, seconds, time.time())
+
+    def waited(self, trail: Trail, outcome: str, seconds: float) -> None:
+        """Count how long a request was held, and how that ended."""
+        self.queue_wait.labels(trail.model, outcome).observe(seconds)
+        self._illustrate("rewake_queue_wait_seconds", trail, outcome, seconds)
+
+    def promised(self, model: str, promised_s: float | None, waited_s: float) -> None:
+        """Compare what a request was told when it began to wait with what it was."""
+        if promised_s and max(promised_s, waited_s) >= _NOTABLE_S:
+            self.eta_ratio.labels(model).observe(waited_s / promised_s)
+
+    def reloaded(self, well: bool) -> None:
+        """A reload has succeeded, or has failed and changed nothing."""
+        self.config_last_reload_successful.set(well)
+        if well:
+            self.config_last_reload_success.set(time.time())
 
     def flush(self) -> None:
         """Add what was counted since the last time to the series."""
         for (tenant, model, route, status, start), counts in self._ended.items():
             self._flush_ended(tenant, self.model(model), route, str(status), start, counts)
         self._ended.clear()
-        for labels, tally in self._first_bytes.items():
-            tally.flush(self.time_to_first_byte.labels(*labels))
-        self._first_bytes.clear()
+        for tallies, series in ((self._first_bytes, self.time_to_first_byte), (self._durations, self.request_duration)):
+            for labels, tally in tallies.items():
+                tally.flush(series.labels(*labels))
+            tallies.clear()
 
     def _flush_ended(self, tenant: str, model: str, route: str, status: str, start: str, counts: list[int]) -> None:
         requests, prompt, completion = counts
         self.requests.labels(model, route, status, start).inc(requests)
+        used = [(kind, tokens) for kind, tokens in (("prompt", prompt), ("completion", completion)) if tokens]
+        for kind, tokens in used:
+            self.tokens.labels(model, kind).inc(tokens)
         if not tenant:
             return
         tenant = self.tenant(tenant)
         self.tenant_requests.labels(tenant, model, status).inc(requests)
-        for kind, tokens in (("prompt", prompt), ("completion", completion)):
-            if tokens:
-                self.tenant_tokens.labels(tenant, model, kind).inc(tokens)
+        for kind, tokens in used:
+            self.tenant_tokens.labels(tenant, model, kind).inc(tokens)
 
     def model(self, name: str | None) -> str:
         """The value of a ``model`` label."""
@@ -224,32 +185,23 @@ class Metrics:
             self.inflight_requests.labels(replica.rpartition("#")[0], replica).set(inflight.get(replica, 0))
         self._slots |= inflight.keys()
 
-    def record(self, before: Replica | None, after: Replica) -> None:
-        """Count what a replica's record says: starts by result, canaries, stages."""
-        if after.model not in self._models:
-            return
-        for state in State:
-            self.replica_state.labels(after.id, state).set(after.state is state)
-        known = before is not None and before.state is after.state and before.incarnation == after.incarnation
-        if before is None or known or not self.observer:
-            return
-        if after.state is State.ADMITTED:
-            for stage in after.stages:
-                self.cold_start.labels(after.model, stage.name).observe(stage.seconds)
-        if after.start == "restored" and after.state in (State.ADMITTED, State.QUARANTINED):
-            self.canary.labels(after.model, "equal" if after.state is State.ADMITTED else "different").inc()
-        if after.state is State.ADMITTED or after.state in TERMINAL - {State.STOPPED}:
-            self.restores.labels(after.model, after.state, after.start or "none").inc()
+    def bounded(self, limits: Mapping[str, int], failed: Mapping[str, bool]) -> None:
+        """Set what each model's queue may hold here, and whether a failure stands against it."""
+        for model in self._models:
+            self.queue_limit_requests.labels(model).set(limits.get(model, 0))
+            self.model_failed.labels(model).set(failed.get(model, False))
 
-    def expose(self) -> Reply:
-        """All series of all workers, in Prometheus' text format."""
+    def record(self, before: Replica | None, after: Replica) -> None:
+        """Show the state that a replica's record says."""
+        if after.model in self._models:
+            for state in State:
+                self.replica_state.labels(after.model, after.id, state).set(after.state is state)
+
+    def expose(self, accept: str = "", more: Sequence[Source] = ()) -> Reply:
+        """All series of all workers, and those of other sources, as ``accept`` asks for them."""
         self.flush()
-        registry = self._registry
-        if self._shared is not None:
-            self._shared.forget_dead()
-            registry = CollectorRegistry()
-            MultiProcessCollector(registry, str(self._shared.folder))  # type: ignore[no-untyped-call]
-        return Reply(200, generate_latest(registry), content_type="text/plain; version=0.0.4; charset=utf-8")
+        registry = self._registry if self._shared is None else self._shared.all()
+        return render((registry, *more), self._exemplars, accept)
 
     def _traffic(self) -> None:
         self.requests = self._counter(
@@ -261,13 +213,23 @@ class Metrics:
         self.upstream_retries = self._counter("upstream_retries", "Requests sent a second time.", ["reason"])
         self.ejections = self._counter("ejections", "Replicas that failed and got nothing more for a while.", ["model"])
         self.truncated_responses = self._counter("truncated_responses", "Responses that broke off.", ["model", "reason"])
+        self.tokens = self._counter("tokens", "Tokens as the engines count them.", ["model", "kind"])
         self.queue_depth = self._gauge("queue_depth", "Requests held.", ["model"])
         self.queue_bytes = self._gauge("queue_bytes", "Bytes of held bodies.", ["model"])
+        self.queue_limit_requests = self._gauge("queue_limit_requests", "Requests that may be held.", ["model"])
+        self.inflight_requests = self._gauge("inflight_requests", "Requests on a replica.", ["model", "replica"])
+
+    def _timing(self) -> None:
         self.queue_wait = self._histogram("queue_wait_seconds", "Time held.", ["model", "outcome"])
         self.time_to_first_byte = self._histogram(
             "time_to_first_byte_seconds", "From the request's head to the answer's first byte.", ["model", "start"]
         )
-        self.inflight_requests = self._gauge("inflight_requests", "Requests on a replica.", ["model", "replica"])
+        self.request_duration = self._histogram(
+            "request_seconds", "From the request's head to the answer's end.", ["model", "start"]
+        )
+        self.eta_ratio = self._histogram(
+            "eta_ratio", "Time held by the time that was expected when it began.", ["model"], _RATIOS
+        )
 
     def _tenancy(self) -> None:
         self.tenant_requests = self._counter(
@@ -281,10 +243,10 @@ class Metrics:
 
     def _fleet(self) -> None:
         self.model_demand = self._gauge("model_demand", "Requests held, in flight or turned away a moment ago.", ["model"])
-        self.replica_state = self._gauge("replica_state", "1 for the state a slot is in.", ["replica", "state"], mode="livemax")
-        self.restores = self._counter("restores", "Starts that ended, by result and kind.", ["model", "result", "start"])
-        self.canary = self._counter("canary", "Canaries by result.", ["model", "result"])
-        self.cold_start = self._histogram("cold_start_seconds", "Stages of starts that were admitted.", ["model", "stage"])
+        self.model_failed = self._gauge("model_failed", "1 while no start is tried, since one failed.", ["model"], "livemax")
+        self.replica_state = self._gauge(
+            "replica_state", "1 for the state a slot is in.", ["model", "replica", "state"], mode="livemax"
+        )
         self.scale_up_triggers = self._counter("scale_up_triggers", "Requests for replicas.", ["model", "deduped"])
         self.session_expires = self._gauge(
             "session_expires_at_timestamp_seconds",
@@ -293,11 +255,24 @@ class Metrics:
             mode="livemax",
         )
 
+    def _process(self, version: str) -> None:
+        self._gauge("build_info", "Always 1.", ["version"], mode="livemax").labels(version).set(1)
+        self.config_last_reload_successful = self._gauge(
+            "config_last_reload_successful", "1: the configuration was read.", mode="livemin"
+        )
+        self.config_last_reload_success = self._gauge(
+            "config_last_reload_success_timestamp_seconds", "When it was last read.", mode="livemin"
+        )
+        self.reloaded(True)
+        self.store_connected = self._gauge("store_connected", "1 while the store answers.", mode="livemin")
+        self.gateways = self._gauge("gateways", "Gateway workers, over all hosts.", mode="livemax")
+        self.loop_lag = self._gauge("loop_lag_seconds", "How late the last look at the clock was.", mode="livemax")
+
     def _counter(self, name: str, text: str, labels: list[str]) -> Counter:
         return Counter(f"rewake_{name}_total", text, labels, registry=self._registry)
 
     def _gauge(self, name: str, text: str, labels: Iterable[str] = (), mode: str = "livesum") -> Gauge:
         return Gauge(f"rewake_{name}", text, list(labels), registry=self._registry, multiprocess_mode=mode)  # type: ignore[arg-type]
 
-    def _histogram(self, name: str, text: str, labels: list[str]) -> Histogram:
-        return Histogram(f"rewake_{name}", text, labels, registry=self._registry, buckets=_SECONDS)
+    def _histogram(self, name: str, text: str, labels: list[str], bounds: Sequence[float] = SECONDS) -> Histogram:
+        return Histogram(f"rewake_{name}", text, labels, registry=self._registry, buckets=bounds)

@@ -187,10 +187,13 @@ class Proxy:
         trail, ticket = order.trail, order.ticket
         trail.phase = "held"
         holding = order.holding = order.holding or self._holding(order, down)
+        promised_s, before_s = self._eta.wait_s(order.model, claim.position), ticket.waited_s
         try:
-            return await hold.until_granted(holding, claim, down, self._eta)
+            replica = await hold.until_granted(holding, claim, down, self._eta)
+            self._metrics.promised(order.model, promised_s, ticket.waited_s - before_s)
+            return replica
         except (asyncio.CancelledError, ClientGone):
-            self._metrics.queue_wait.labels(ticket.model, "cancelled").observe(ticket.waited_s)
+            self._metrics.waited(trail, "cancelled", ticket.waited_s)
             raise
         finally:
             trail.waited_s, trail.committed = ticket.waited_s, holding.committed

@@ -22,6 +22,7 @@ from redis.exceptions import RedisError
 
 from gateway import logs
 from gateway.errors import StoreUnavailable
+from gateway.hosts import HostNumbers
 from gateway.permits import SETTLE_S, TENURE_S, TTL_S, Grant, Wish, payload
 from policies.limits import SHARE, Claim, Settled
 from policies.replica import Replica
@@ -156,6 +157,26 @@ class Store:
         found, _ = await self._members(self.keys.hosts, self.keys.host)
         reports = [_decoded(HostReport, text) for _, text in sorted(found.items())]
         return [report for report in reports if report is not None]
+
+    async def numbers(self) -> Mapping[str, HostNumbers]:
+        """What each host has counted, and what it says of itself if it still reports. One whose counts are gone is forgotten."""
+        reports, silent = await self._members(self.keys.hosts, self.keys.host)
+        names = [*reports, *silent]
+        pipe = self._client.pipeline(transaction=False)
+        for name in names:
+            pipe.hgetall(self.keys.tally(name))
+        with _translated():
+            tallies = dict(zip(names, await pipe.execute(), strict=True))
+            gone = [name for name in silent if not tallies[name]]
+            if gone:
+                await self._client.srem(self.keys.hosts, *gone)
+        found = {}
+        for name in names:
+            report = _decoded(HostReport, reports[name]) if name in reports else None
+            gauges = {"host_up": 0.0} if report is None else {**report.gauges, "host_up": 1.0}
+            counts = {field: number for field, text in tallies[name].items() if (number := _number(text)) is not None}
+            found[name] = HostNumbers(report is not None, counts, gauges)
+        return {name: found[name] for name in names if name not in gone}
 
     async def operation(self, id: str) -> Operation | None:
         with _translated():
@@ -303,6 +324,13 @@ def _numbers(text: str) -> Sequence[float]:
     except (ValueError, TypeError):
         logs.warning("unreadable durations", reason=text[:100])
         return []
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
 
 
 def _decoded(kind: type[T], text: str) -> T | None:

@@ -8,7 +8,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from policies.tracing import Context
+
 Phase = Literal["reading", "held", "dispatched", "streaming"]
+
+
+@dataclass(slots=True)
+class Trace:
+    """A request's place in the trace that it is part of: its own span, and those that follow from it."""
+
+    own: Context
+    parent: Context | None
+    """The client's."""
+    hold: str
+    """Id of the span of its being held, if it is."""
+    asking: str
+    """Id of the span of its being sent to a replica."""
+    cause: Context | None = None
+    """The start that it waited for."""
+
+    @property
+    def id(self) -> str:
+        return self.own.trace
 
 
 @dataclass(slots=True)
@@ -52,3 +73,5 @@ class Trail:
     bytes_out: int = 0
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
+    trace: Trace | None = None
+    """None: nobody traces it."""

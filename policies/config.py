@@ -16,6 +16,7 @@ from pydantic import AfterValidator, Field, JsonValue, ValidationError, field_va
 from policies.balance import Balance
 from policies.groups import Group
 from policies.holding import Bounds, Hold
+from policies.observing import Metrics
 from policies.scalars import Bytes, Count, PositiveSeconds, Seconds, Section
 from policies.schedule import Window
 from policies.sleeping import Sleep
@@ -284,6 +285,7 @@ class Config(Section):
     """Models that exclude each other: each names its group."""
     trust: Trust = Trust()
     """Whose snapshots may be restored on this host, and what may be in them."""
+    metrics: Metrics = Metrics()
     state_dir: Annotated[str, Field(pattern="^/")] = "/var/lib/rewake"
     """Snapshots, engine logs and verification stamps; on a disk with room for them."""
     run_dir: Annotated[str, Field(pattern="^/")] = "/run/rewake"

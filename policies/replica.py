@@ -148,5 +148,7 @@ class Replica(BaseModel):
     reason: str = ""
     """Why it is cold, failed, stopped or quarantined."""
     stages: tuple[Stage, ...] = ()
+    trace: str = ""
+    """``traceparent`` of its start, when somebody traces that."""
     updated_ms: int = 0
     """Wall-clock time of the write, for people; nothing is decided by it."""

@@ -20,6 +20,8 @@
     :budget:{name}                hash    what a tenant may use now; expires when full gateway (Lua)
     :permits:{name}               hash    gateway -> its part of a pool (permits.lua)  gateway (Lua)
     :failure:{model}              string  Failure; expires when it may be tried again  restorer
+    :tally:{host}                 hash    Point.field -> what this host has counted    that restorer
+    :spans                        list    Span, the newest last; at most SPANS_KEPT    restorer adds, gateway takes
     :gateways / :gateway:{id}     set, string (expires)   GatewayReport                that gateway
     :hosts / :host:{name}         set, string (expires)   HostReport                   that restorer
     :suspects                     hash    incarnation -> reason                        gateway adds, its restorer removes
@@ -47,6 +49,8 @@ SCHEMA = "1"
 REPORT_TTL_MS = 6_000
 """A gateway or host that has not reported for this long is gone; reports are renewed every second."""
 OPERATION_TTL_S = 86_400
+TALLY_TTL_S = 86_400
+"""What a host has counted is kept for so long after its last report; then the host is forgotten."""
 REJECTED_DEMAND_S = 30.0
 """A request that was turned away counts as demand for this long, so that the start it asked for is not cancelled."""
 RECENT = 64
@@ -71,6 +75,7 @@ class Keys:
         self.preloaded = f"{namespace}:preloaded"
         self.recent = f"{namespace}:recent"
         self.events = f"{namespace}:events"
+        self.spans = f"{namespace}:spans"
 
     def operation(self, id: str) -> str:
         return f"{self.prefix}:operation:{id}"
@@ -107,6 +112,9 @@ class Keys:
 
     def gateway(self, id: str) -> str:
         return f"{self.prefix}:gateway:{id}"
+
+    def tally(self, host: str) -> str:
+        return f"{self.prefix}:tally:{host}"
 
     def host(self, name: str) -> str:
         return f"{self.prefix}:host:{name}"
@@ -177,6 +185,8 @@ class Job(_Record):
     """STOP only: the incarnation meant; another one is left alone."""
     detail: str = ""
     """STOP only: why, in words that the replica's record keeps."""
+    trace: str = ""
+    """``traceparent`` of the operation, when somebody traces it."""
 
 
 class OperationState(enum.StrEnum):
@@ -204,6 +214,8 @@ class Operation(_Record):
     """Exit code for the command line: 0 ok, 1 failed, 3 host incompatible."""
     snapshot: str | None = None
     """snapshot: the id that was published."""
+    trace: str = ""
+    """Its ``traceparent``, when somebody traces it."""
     created_ms: int = 0
     updated_ms: int = 0
 
@@ -298,6 +310,8 @@ class HostReport(_Record):
     snapshots: tuple[SnapshotSummary, ...]
     running: int
     parallel_starts: int
+    gauges: Mapping[str, float] = {}
+    """:attr:`policies.series.Point.field` -> value, of every gauge of :data:`policies.series.SERIES` that is known."""
 
 
 class Hint(_Record):

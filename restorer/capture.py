@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from policies.manifest import Exchange, GpuState, Manifest, MappedFile, Profile
-from restorer import canary, gpustate, inventory, pages
+from restorer import accounts, canary, gpustate, inventory, pages
 from restorer.box import Box
 from restorer.criu import GHOST_LIMIT
 from restorer.errors import CanaryDiffers, EngineDied, SnapshotError
@@ -42,14 +42,15 @@ async def capture(
         SnapshotError: the donor is not stable, cannot be dumped as it is, or did not survive its rehearsal.
         Environment: the disk is full. ToolFailed, ToolHung: CRIU failed. EngineDied: the donor cannot serve any more.
     """
-    with stages.timed("record canary"):
-        async with connect(donor) as client:
-            await donor.engine.quiesce(client)
-            exchanges = await canary.record(client, donor.engine)
-            # The canary left its traces too.
-            await donor.engine.quiesce(client)
-    async with gpustate.asleep(host, donor, stages, keep=keep) as gpu:
-        return await _dumped(host, donor, _Draft(profile, exchanges, cold_start_s, gpu), stages)
+    with accounts.captured(host.tally, profile.model):
+        with stages.timed("record canary"):
+            async with connect(donor) as client:
+                await donor.engine.quiesce(client)
+                exchanges = await canary.record(client, donor.engine)
+                # The canary left its traces too.
+                await donor.engine.quiesce(client)
+        async with gpustate.asleep(host, donor, stages, keep=keep) as gpu:
+            return await _dumped(host, donor, _Draft(profile, exchanges, cold_start_s, gpu), stages)
 
 
 @dataclass(frozen=True, slots=True)

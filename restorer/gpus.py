@@ -130,6 +130,10 @@ class Gpus:
         for uuid in [uuid for uuid, holder in self._holders.items() if holder == box]:
             del self._holders[uuid]
 
+    def taken(self, uuid: str) -> bool:
+        """Some box has this GPU."""
+        return uuid in self._holders
+
     def held(self, box: str) -> tuple[str, ...]:
         """UUIDs that a box has."""
         return tuple(uuid for uuid in self._known() if self._holders.get(uuid) == box)

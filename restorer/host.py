@@ -35,6 +35,7 @@ from restorer.signatures import Judge
 from restorer.snapshots import SnapshotStore
 from restorer.stamps import Stamps
 from restorer.statefolder import judge_of, stamps_of
+from restorer.tally import Tally
 from restorer.weights import WeightsStore
 
 log = logging.getLogger("rewake.restorer")
@@ -105,6 +106,7 @@ class Host:
     backends: Mapping[str, Backend] = field(default_factory=dict)
     """By their names."""
     news: News = field(default_factory=News)
+    tally: Tally = field(default_factory=Tally)
     _gone: dict[str, Model] = field(default_factory=dict)
     """The last settings of models that the configuration has no more: their replicas still have to end."""
 

@@ -2,7 +2,7 @@
 --
 -- KEYS  1 :replicas  2 :seq  3 :fence  4 :events        ARGV  1 command  2 JSON arguments
 --
--- claim   {queues, owner, ttl_ms, job_key}                  -> {queue, record, fence, attempts} or nil
+-- claim   {queues, owner, ttl_ms, job_key}                  -> {queue, record, fence, attempts, owner before} or nil
 --         A claimed job stays in its queue, due again when the lease ends: a dead restorer's job claims itself back.
 -- renew   {queue, job_key, job, fence, ttl_ms}              -> 1, or 0 when the lease was lost
 -- recover {queues, owner, job_key}                         -> 1          what this owner had claimed is due at once
@@ -44,10 +44,10 @@ local function claim()
       local key = a.job_key .. id
       local record = redis.call('HGET', key, 'record')
       if record then
-        local fence = redis.call('INCR', FENCE)
+        local fence, before = redis.call('INCR', FENCE), redis.call('HGET', key, 'owner')
         redis.call('HSET', key, 'fence', fence, 'owner', a.owner)
         redis.call('ZADD', queue, now_ms() + a.ttl_ms, id)
-        return { queue, record, fence, redis.call('HINCRBY', key, 'attempts', 1) }
+        return { queue, record, fence, redis.call('HINCRBY', key, 'attempts', 1), before or '' }
       end
       redis.call('ZREM', queue, id)
     end
@@ -58,6 +58,13 @@ end
 local function move(delay_ms)
   if not holds() then return 0 end
   redis.call('ZADD', a.queue, now_ms() + delay_ms, a.job)
+  return 1
+end
+
+-- Given back: whoever has it next did not take it from anybody.
+local function release()
+  if move(a.delay_ms) == 0 then return 0 end
+  redis.call('HSET', a.job_key .. a.job, 'owner', '')
   return 1
 end
 
@@ -136,7 +143,7 @@ local commands = {
   claim = claim,
   recover = recover,
   renew = function() return move(a.ttl_ms) end,
-  release = function() return move(a.delay_ms) end,
+  release = release,
   write = write,
   settle = settle,
 }

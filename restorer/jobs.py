@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,12 +23,14 @@ from redis.exceptions import RedisError
 
 from policies.replica import TERMINAL, Replica, State
 from policies.tasks import PROGRESS_TTL_S, TASK_TTL_S, Progress, Task
+from policies.tracing import SPANS_KEPT, Span
 from policies.wire import (
     COLD,
     OPERATION_TTL_S,
     REPORT_TTL_MS,
     SCHEMA,
     STAGE_SAMPLES,
+    TALLY_TTL_S,
     Failure,
     GatewayReport,
     Hint,
@@ -42,6 +44,7 @@ from restorer.errors import RestorerError
 
 T = TypeVar("T", bound=BaseModel)
 _CALL_S = 5.0
+_SPANS_TTL_S = 600
 
 
 class StoreUnavailable(RestorerError):
@@ -71,6 +74,8 @@ class Claim:
     attempts: int
     """How often the job was claimed, this time included."""
     queue: str
+    inherited: bool = False
+    """Whoever had it before vanished without giving it back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +130,8 @@ class JobStore:
         found = await self._call("claim", queues=queues, owner=self.host, ttl_ms=_ms(lease_s), job_key=self.keys.job(""))
         if found is None:
             return None
-        queue, record, fence, attempts = found
-        return Claim(Job.model_validate_json(record), int(fence), int(attempts), queue)
+        queue, record, fence, attempts, before = found
+        return Claim(Job.model_validate_json(record), int(fence), int(attempts), queue, inherited=bool(before))
 
     async def renew(self, claim: Claim, lease_s: float) -> bool:
         """Extend the lease; False when it was lost."""
@@ -211,11 +216,24 @@ class JobStore:
         with _translated():
             return int(await self._client.get(self.keys.seq) or 0)
 
-    async def report(self, report: HostReport) -> None:
-        """Renew this host's report."""
+    async def report(self, report: HostReport, counted: Mapping[str, float] | None = None) -> None:
+        """Renew this host's report, and add what was counted (:attr:`policies.series.Point.field` -> number) to its tally."""
         pipe = self._client.pipeline(transaction=True)
         pipe.set(self.keys.host(report.host), report.model_dump_json(), px=REPORT_TTL_MS)
         pipe.sadd(self.keys.hosts, report.host)
+        tally = self.keys.tally(report.host)
+        for field, number in (counted or {}).items():
+            pipe.hincrbyfloat(tally, field, number)
+        pipe.expire(tally, TALLY_TTL_S)
+        with _translated():
+            await pipe.execute()
+
+    async def trace(self, spans: Sequence[Span]) -> None:
+        """Leave finished spans for a gateway to export; the oldest go when nobody does."""
+        pipe = self._client.pipeline(transaction=True)
+        pipe.rpush(self.keys.spans, *(span.model_dump_json() for span in spans))
+        pipe.ltrim(self.keys.spans, -SPANS_KEPT, -1)
+        pipe.expire(self.keys.spans, _SPANS_TTL_S)
         with _translated():
             await pipe.execute()
 

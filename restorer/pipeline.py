@@ -15,7 +15,7 @@ from policies.compat import Mismatch
 from policies.manifest import Exchange, Manifest
 from policies.replica import Event, Replica, State, advance
 from policies.wire import Failure, JobKind, OperationState
-from restorer import canary, gpustate, sleeping
+from restorer import accounts, canary, gpustate, sleeping
 from restorer.box import Box
 from restorer.capture import capture
 from restorer.engines import HttpEngine, adapter
@@ -52,7 +52,8 @@ class Attempt:
     """One try of a START job: its record and its clock."""
 
     def __init__(self, host: Host, claim: Claim) -> None:
-        self.host, self.claim, self.stages = host, claim, host.progress.stages(claim.job)
+        self.host, self.claim, self.began = host, claim, time.monotonic()
+        self.stages = host.progress.stages(claim.job)
         model = host.model(claim.job.model)
         self.engine = adapter(claim.job.model, model)
         self.lost: RestorerError | None = None
@@ -175,11 +176,12 @@ async def _resumed(attempt: Attempt, match: Match, suspended: Suspended) -> Inst
 
 async def _proved(attempt: Attempt, instance: Instance, exchanges: Sequence[Exchange]) -> None:
     """It repeats the donor's answers; raises CanaryDiffers otherwise."""
-    with attempt.stages.timed("canary"):
-        async with connect(instance) as client:
-            verdict = await canary.check(client, attempt.engine, exchanges)
-    if not verdict.equal:
-        raise CanaryDiffers(f"the replica does not repeat its donor's answers: {verdict.difference}")
+    with accounts.compared(attempt.host.tally, attempt.record.model):
+        with attempt.stages.timed("canary"):
+            async with connect(instance) as client:
+                verdict = await canary.check(client, attempt.engine, exchanges)
+        if not verdict.equal:
+            raise CanaryDiffers(f"the replica does not repeat its donor's answers: {verdict.difference}")
 
 
 async def _restored_or_cold(attempt: Attempt, match: Match, manifest: Manifest) -> Instance:
@@ -194,6 +196,7 @@ async def _restored_or_cold(attempt: Attempt, match: Match, manifest: Manifest) 
             await asyncio.to_thread(host.snapshots.quarantine, manifest.id, str(error))
         if host.model(claim.job.model).on_restore_failure == "reject":
             raise
+        accounts.fell_back(host.tally, attempt.record, error)
         return await _cold(attempt, match, f"restore of snapshot {manifest.id} failed: {error}")
 
 
@@ -254,11 +257,15 @@ async def _verify_bytes(attempt: Attempt, manifest: Manifest) -> None:
     with attempt.stages.timed("verify bytes") as stage:
         stage.bytes = manifest.bytes
         faults = list(await asyncio.to_thread(host.snapshots.verify, manifest, full=False))
+        accounts.faulty(host.tally, attempt.record.model, "bytes", faults)
         if manifest.gpu is not None:
-            faults += await asyncio.to_thread(host.weights.verify, manifest.gpu.weights)
+            found = await asyncio.to_thread(host.weights.verify, manifest.gpu.weights)
+            accounts.faulty(host.tally, attempt.record.model, "weights", found)
+            faults += found
         if faults:
             raise SnapshotError(f"snapshot {manifest.id} was changed: " + "; ".join(map(str, faults[:_SHOWN])))
         changed = await asyncio.to_thread(verify_files, manifest, host.stamps)
+        accounts.faulty(host.tally, attempt.record.model, "file", changed)
     if changed:
         remedy = "bring the donor's version back, or make a new snapshot with `rewake snapshot create`"
         raise HostIncompatible([Mismatch(f"file {fault.path}", fault.expected, fault.found, remedy) for fault in changed])
@@ -308,6 +315,7 @@ async def _admit(attempt: Attempt, instance: Instance, replicas: Replicas) -> No
     except BaseException:
         await asyncio.shield(attempt.host.discard(instance.box))
         raise
+    accounts.admitted(attempt.host.tally, admitted, attempt.began)
     replicas.adopt(instance, admitted)
 
 
@@ -315,18 +323,20 @@ async def _give_up(attempt: Attempt, error: RestorerError) -> None:
     """Settle or release the job of a start that failed; everything it made is gone already."""
     host, claim = attempt.host, attempt.claim
     if isinstance(error, Cancelled):
-        await host.jobs.settle(
-            claim, Outcome(OperationState.CANCELLED, str(error)), attempt.moved(Event.CANCEL, reason=str(error))
-        )
+        cancelled = attempt.moved(Event.CANCEL, reason=str(error))
+        await host.jobs.settle(claim, Outcome(OperationState.CANCELLED, str(error)), cancelled)
+        accounts.failed(host.tally, cancelled, error)
         return
     passing = isinstance(error, ToolFailed | ToolHung | EngineDied | EngineNotReady) or error.kind == "environment"
     if passing and claim.attempts < host.config.restorer.max_attempts:
         log.warning("start of %s failed, to be tried again: %s", claim.job.replica, error)
         await attempt.advance(Event.LEASE_LOST, incarnation="", start=None, reason=str(error))
         await host.jobs.release(claim, _RETRY_S * claim.attempts)
+        accounts.given_back(host.tally, attempt.record, error)
         return
     log.error("start of %s failed: %s", claim.job.replica, error)
     differs = isinstance(error, CanaryDiffers) and attempt.record.state is State.VERIFYING
+    ended = attempt.moved(Event.DIFFER if differs else Event.FAIL, reason=str(error))
     await host.jobs.settle(
         claim,
         Outcome(
@@ -336,8 +346,9 @@ async def _give_up(attempt: Attempt, error: RestorerError) -> None:
             failure=Failure(code="restore_failed", detail=error.brief, operation=claim.job.operation),
             failure_s=host.config.restorer.failure_backoff_s,
         ),
-        attempt.moved(Event.DIFFER if differs else Event.FAIL, reason=str(error)),
+        ended,
     )
+    accounts.failed(host.tally, ended, error)
 
 
 async def make_snapshot(host: Host, claim: Claim) -> None:

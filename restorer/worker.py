@@ -9,8 +9,9 @@ import asyncio
 import contextlib
 import time
 
-from policies.wire import HostReport, JobKind, OperationState
-from restorer import pipeline
+from policies.wire import HostReport, JobKind, OperationState, SnapshotSummary
+from restorer import accounts, pipeline
+from restorer.accounts import Held
 from restorer.errors import Cancelled, RestorerError
 from restorer.host import Host, log
 from restorer.integrity import MANIFEST
@@ -35,6 +36,7 @@ class Worker:
         self._suspects = Suspects(host, self._replicas)
         self._tasks = Tasks(host)
         self._jobs: set[asyncio.Task[None]] = set()
+        self._held: dict[str, Held] = {}
         self._starting = 0
         self._due = asyncio.Event()
 
@@ -134,17 +136,22 @@ class Worker:
     async def _run_job(self, claim: Claim) -> None:
         """One job under its lease. The lease's loss cancels the work, and the work undoes itself."""
         log.info("job %s: %s %s", claim.job.id, claim.job.kind, claim.job.replica or claim.job.model)
+        self._held[claim.job.id] = Held(claim.job.kind, time.monotonic())
+        if claim.inherited:
+            self._host.tally.inc("lease_takeovers", claim.job.kind)
         work = asyncio.create_task(self._work(claim))
         lease = asyncio.create_task(self._hold(claim))
         try:
             await asyncio.wait([work, lease], return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
                 log.error("job %s: the lease was lost; undoing", claim.job.id)
+                self._host.tally.inc("leases_lost", claim.job.kind)
         finally:
             lease.cancel()
             work.cancel()
             results = await asyncio.gather(work, lease, return_exceptions=True)
             self._note(claim, results[0])
+            self._held.pop(claim.job.id, None)
             await self._host.progress.end(claim.job.id)
         await self._host.boxes.fill()
 
@@ -198,20 +205,12 @@ class Worker:
             try:
                 if tick % _SUMMARY_EVERY == 0:
                     summaries = await asyncio.to_thread(self._host.summaries)
+                    await accounts.observe_gpus(self._host)
                     await self._replicas.repeat_records()
                     if forgotten != (snapshots := {summary.id for summary in summaries}):
                         await self._forget_stages(snapshots)
                         forgotten = snapshots
-                await self._host.jobs.report(
-                    HostReport(
-                        host=self._host.name,
-                        capable=self._host.criu is not None,
-                        capability=self._host.capability,
-                        snapshots=summaries,
-                        running=len(self._replicas),
-                        parallel_starts=self._host.config.restorer.parallel_starts,
-                    )
-                )
+                await self._report(summaries)
                 await self._replicas.park_idle()
                 await self._suspects.look()
                 await self._replicas.suspended.expire()
@@ -219,6 +218,25 @@ class Worker:
                 log.warning("%s", error)
             tick += 1
             await asyncio.sleep(_TICK_S)
+
+    async def _report(self, summaries: tuple[SnapshotSummary, ...]) -> None:
+        host, held, running = self._host, list(self._held.values()), len(self._replicas)
+        gauges = await asyncio.to_thread(accounts.observe, host, held, running, summaries)
+        report = HostReport(
+            host=host.name,
+            capable=host.criu is not None,
+            capability=host.capability,
+            snapshots=summaries,
+            running=running,
+            parallel_starts=host.config.restorer.parallel_starts,
+            gauges=gauges,
+        )
+        counted = host.tally.take()
+        try:
+            await host.jobs.report(report, counted)
+        except BaseException:
+            host.tally.put_back(counted)
+            raise
 
     async def _forget_stages(self, snapshots: set[str]) -> None:
         """How long starts from a snapshot took is of no use when it is gone."""

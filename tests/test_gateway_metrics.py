@@ -8,8 +8,10 @@ from conftest import eventually
 from fake_replica import Fleet, replica_server, serving
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.metrics import Metrics, Shared, _free_place
-from policies.replica import Replica, Stage, State
+from gateway.hosts import Hosts
+from gateway.metrics import Metrics
+from gateway.shared import Shared, _free_place
+from policies.replica import Replica, State
 
 FLOOR = {
     *("rewake_requests", "rewake_queue_depth", "rewake_queue_bytes", "rewake_queue_wait_seconds", "rewake_cold_start_seconds"),
@@ -26,7 +28,7 @@ FLOOR = {
 
 
 def samples(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    families = text_string_to_metric_families(metrics.expose().body.decode())
+    families = text_string_to_metric_families(metrics.expose(more=[Hosts(None)]).body.decode())
     return {(s.name, tuple(sorted(s.labels.items()))): s.value for family in families for s in family.samples}
 
 
@@ -36,32 +38,30 @@ def record(state: State, **more) -> Replica:
 
 def test_the_floor_is_there_and_buckets_reach_ten_minutes():
     metrics = Metrics(["m"], version="1")
-    names = {family.name for family in text_string_to_metric_families(metrics.expose().body.decode())}
+    names = {family.name for family in text_string_to_metric_families(metrics.expose(more=[Hosts(None)]).body.decode())}
     assert names >= FLOOR
     metrics.queue_wait.labels("m", "admitted").observe(599)
     assert ("rewake_queue_wait_seconds_bucket", (("le", "600.0"), ("model", "m"), ("outcome", "admitted"))) in samples(metrics)
 
 
-def test_starts_and_canaries_are_counted_from_records():
+def test_a_slots_state_is_shown_from_its_record():
     metrics = Metrics(["m"], version="1")
-    metrics.record(None, record(State.VERIFYING))
-    metrics.record(record(State.VERIFYING), record(State.ADMITTED, stages=(Stage(name="restore", seconds=1.5),)))
-    metrics.record(record(State.ADMITTED), record(State.ADMITTED))
-    metrics.record(record(State.VERIFYING), record(State.QUARANTINED))
-    found = samples(metrics)
-    assert found["rewake_restores_total", (("model", "m"), ("result", "admitted"), ("start", "restored"))] == 1
-    assert found["rewake_restores_total", (("model", "m"), ("result", "quarantined"), ("start", "restored"))] == 1
-    assert found["rewake_canary_total", (("model", "m"), ("result", "equal"))] == 1
-    assert found["rewake_canary_total", (("model", "m"), ("result", "different"))] == 1
-    assert found["rewake_cold_start_seconds_sum", (("model", "m"), ("stage", "restore"))] == 1.5
-    assert found["rewake_replica_state", (("replica", "m#0"), ("state", "quarantined"))] == 1
-    assert found["rewake_replica_state", (("replica", "m#0"), ("state", "admitted"))] == 0
-
-
-def test_one_worker_of_a_host_counts_what_all_see():
-    metrics = Metrics(["m"], version="1", observer=False)
     metrics.record(record(State.VERIFYING), record(State.ADMITTED))
-    assert not [name for name, _ in samples(metrics) if name.startswith("rewake_restores_total")]
+    metrics.record(record(State.ADMITTED), record(State.QUARANTINED))
+    found = samples(metrics)
+    labels = (("model", "m"), ("replica", "m#0"))
+    assert found["rewake_replica_state", (*labels, ("state", "quarantined"))] == 1
+    assert found["rewake_replica_state", (*labels, ("state", "admitted"))] == 0
+
+
+def test_an_estimate_is_judged_by_what_it_was():
+    metrics = Metrics(["m"], version="1")
+    metrics.promised("m", 10.0, 30.0)
+    metrics.promised("m", None, 30.0)
+    metrics.promised("m", 0.01, 0.02)
+    found = samples(metrics)
+    assert found["rewake_eta_ratio_count", (("model", "m"),)] == 1
+    assert found["rewake_eta_ratio_sum", (("model", "m"),)] == 3
 
 
 def test_records_of_unknown_models_make_no_series():
@@ -86,6 +86,7 @@ async def test_requests_are_counted_by_what_became_of_them(store, store_server):
         assert found["rewake_client_retries_total", (("model", "_other"),)] == 1
         assert found["rewake_queue_wait_seconds_count", (("model", "m"), ("outcome", "admitted"))] == 1
         assert found["rewake_time_to_first_byte_seconds_count", (("model", "m"), ("start", "restored"))] == 1
+        assert found["rewake_request_seconds_count", (("model", "m"), ("start", "restored"))] == 1
         assert found["rewake_scale_up_triggers_total", (("deduped", "false"), ("model", "m"))] == 1
 
 

@@ -81,7 +81,7 @@ async def test_a_lease_that_ended_passes_the_job_on_and_the_old_fence_can_do_not
     operation = await scale_up(store_server)
     old = await claimed(jobs, lease_s=0.0)
     new = await eventually(lambda: other.claim(10.0), what="the job to be due again")
-    assert (new.attempts, new.fence) == (2, old.fence + 1)
+    assert (new.attempts, new.fence, old.inherited, new.inherited) == (2, old.fence + 1, False, True)
     assert not await jobs.renew(old, 10.0)
     with pytest.raises(LeaseLost):
         await jobs.write(record(old, State.RESTORING), old)
@@ -206,7 +206,8 @@ async def test_a_released_job_is_due_again_after_its_delay(jobs: JobStore, store
     await jobs.release(claim, 60.0)
     assert await jobs.claim(10.0) is None
     await jobs.release(claim, 0.0)
-    assert (await claimed(jobs)).attempts == 2
+    again = await claimed(jobs)
+    assert (again.attempts, again.inherited) == (2, False)
 
 
 async def test_a_restarted_restorer_recovers_its_own_jobs_at_once_and_no_others(

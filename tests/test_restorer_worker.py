@@ -22,6 +22,7 @@ from policies.wire import HostReport, OperationState, SnapshotSummary, StageKey
 from restorer.host import News
 from restorer.jobs import JobStore
 from restorer.progress import ProgressBoard
+from restorer.tally import Tally
 from restorer.worker import Worker
 
 ENGINE = {"kind": "http", "command": ["/bin/true"]}
@@ -66,6 +67,8 @@ async def bench(url: str, config: Config = CONFIG, snapshots: tuple[SnapshotSumm
         snapshots=SimpleNamespace(sweep=lambda older_than_s: [], list=list, root=Path("/proc/self/fdinfo")),
         criu=None,
         capability="",
+        tally=Tally(),
+        gpus=SimpleNamespace(facts=None),
         discard=nothing,
         weights=SimpleNamespace(sweep=lambda used: []),
         boxes=SimpleNamespace(discard=nothing, close=nothing, fill=nothing, survivors=nothing),

@@ -12,6 +12,7 @@ from deploy.site.text import cell, code, prose, table
 from gateway import errors, openapi
 from gateway.metrics import Metrics
 from gateway.routes import TABLE, Route
+from policies.series import SERIES
 
 _ROUTES = """
 All that there is; a slash at the end is ignored, anything else is 404 and says what was probably meant, and an engine's control
@@ -28,8 +29,21 @@ OpenAI's: `{"error": {"message", "type", "param", "code"}}`; on `/v1/messages` a
 `retry-after-ms` is the same. SDKs obey `x-should-retry`; where it is absent, the client's own rules decide.
 """
 _METRICS = """
-`GET /metrics` of any worker answers for all workers of its host. Labels are bounded: models of the configuration, slots, tenants,
-codes; never incarnations, requests or keys. Times are in seconds, sizes in bytes.
+`GET /metrics` of any gateway worker, in Prometheus' text format, or as OpenMetrics with exemplars (the trace of one request for a
+bucket of a histogram) for who asks for it, as Prometheus does. It needs no key unless `metrics.keys` has some; `rewake key` makes
+one, which Prometheus sends by `authorization: {credentials_file: ...}`.
+
+Labels are bounded: models and tenants of the configuration (`_other` for all else), slots, hosts; never incarnations, snapshots,
+requests or keys. Times are in seconds, sizes in bytes.
+"""
+_OURS = "All workers of a host answer for each other, so one scrape for each host is whole."
+_THEIRS = """
+What restorers count travels through the store and is shown by every gateway. Counters live in the store, so that neither a
+restorer's nor a gateway's end loses them; a host that has been silent for a day is forgotten. Who scrapes several gateways sees
+each number several times: take the maximum over them.
+
+`result` of `rewake_restores_total` is the state that a start ended in, or `fell_back` (a restore failed and its start went on
+cold), or `retried`; its `reason` is `canary`, `snapshot`, `host`, `tool`, `transient`, `environment`, `cancelled`, or nothing.
 """
 _MODEL = {"body": "in the body", "either": "in the body, `x-rewake-model` or `?model=`", "hint": "`x-rewake-model` or `?model=`"}
 _AUTH = {"tenant": "tenant's key", "admin": "admin token", "none": "anybody"}
@@ -107,22 +121,27 @@ def _said(kind: type[errors.GatewayError]) -> str:
 
 def metrics() -> str:
     """Markdown."""
-    made = Metrics(["m"], version="0")
-    rows = []
-    for family in _families(made._registry):
-        series, kind, labels, said = family
-        rows.append((code(series), kind, ", ".join(labels), cell(prose(said))))
-    parts = [
-        "# Metrics",
-        _METRICS.strip(),
-        table(("series", "type", "labels", ""), rows),
+    ours = [_series(*family) for family in _families(Metrics(["m"], version="0")._registry)]
+    theirs = [
+        _series(f"rewake_{name}{_suffix(series.kind)}", series.kind, ("host", *series.labels), series.text)
+        for name, series in SERIES.items()
     ]
+    heads = ("series", "type", "labels", "")
+    parts = ["# Metrics", _METRICS.strip(), "## Of gateways", _OURS.strip(), table(heads, ours)]
+    parts += ["## Of hosts", _THEIRS.strip(), table(heads, theirs)]
     return "\n\n".join(parts) + "\n"
+
+
+def _series(name: str, kind: str, labels: tuple[str, ...], said: str) -> tuple[str, ...]:
+    return code(name), kind, ", ".join(labels), cell(prose(said))
+
+
+def _suffix(kind: str) -> str:
+    return "_total" if kind == "counter" else ""
 
 
 def _families(registry: CollectorRegistry) -> Iterator[tuple[str, str, tuple[str, ...], str]]:
     """Name as it is scraped, type, labels, help of each series."""
     for collector in registry._collector_to_names:
         for family in collector.collect():
-            suffix = "_total" if family.type == "counter" else ""
-            yield f"{family.name}{suffix}", family.type, getattr(collector, "_labelnames", ()), family.documentation
+            yield f"{family.name}{_suffix(family.type)}", family.type, getattr(collector, "_labelnames", ()), family.documentation
