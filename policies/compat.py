@@ -138,7 +138,7 @@ _PLAIN = {"backend": "criu"}
 
 def _profile(donor: Profile, here: Profile) -> Iterable[Mismatch]:
     remedy = "put the setting back, or make a new snapshot with `rewake snapshot create`"
-    for field in ("model", "engine", "backend", "command", "port", "gpus"):
+    for field in ("model", "engine", "backend", "command", "port", "gpus", "warmup"):
         expected, found = getattr(donor, field), getattr(here, field)
         if expected != found:
             plain = _PLAIN.get(field, "none")

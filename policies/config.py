@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, JsonValue, ValidationError, field_validator, model_validator
 
 from policies.balance import Balance
+from policies.drivers import Version, Word
 from policies.groups import Group
 from policies.holding import Bounds, Hold
 from policies.observing import Metrics
@@ -22,6 +23,7 @@ from policies.schedule import Window
 from policies.sleeping import Sleep
 from policies.tenancy import Tenant
 from policies.trust import Trust
+from policies.warmup import Warmup
 
 _MODEL_NAME = re.compile(r"[^\s\x00-\x1f\x7f#]{1,200}")
 
@@ -57,7 +59,7 @@ class Gpu(Section):
 class Engine(Section):
     """How one engine is started and spoken to."""
 
-    kind: Literal["llama-server", "vllm", "sglang", "http"]
+    kind: Literal["llama-server", "vllm", "sglang", "tensorrt-llm", "http"]
     """Which adapter speaks to it; ``http`` is any server with an OpenAI-compatible ``/v1/completions``."""
     backend: Literal["criu", "runc", "sleep", "cold"] = "criu"
     """How its replicas are had: ``criu`` and ``runc`` restore them from snapshots, ``runc`` as OCI containers; ``sleep`` keeps a
@@ -168,6 +170,7 @@ class Model(Section):
     """From dispatch to the end of the response; None: for as long as it moves."""
     snapshot: SnapshotPolicy = SnapshotPolicy()
     canary: Canary = Canary()
+    warmup: Warmup = Warmup()
 
     @model_validator(mode="after")
     def _routing_is_fixed(self) -> Model:
@@ -243,6 +246,8 @@ class Restorer(Section):
     """The runc binary (>= 1.1), a path or a name on PATH; only asked for by models whose ``engine.backend`` is ``runc``."""
     gpu_helper: tuple[str, ...] = ()
     """argv of the process that speaks to the GPU driver; empty: Rewake's own, under this Python."""
+    drivers: Mapping[Version, Word] = {}
+    """NVIDIA drivers, by version or branch, to ``allow`` though known to fail, or to ``deny``: GPU engines start cold there."""
     network: str = "198.18.0.0/16"
     """IPv4 network out of which each replica gets a /30 of its own; must not overlap a network this host talks to."""
     parallel_starts: Count = 3

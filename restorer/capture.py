@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from policies.manifest import Exchange, GpuState, Manifest, MappedFile, Profile
-from restorer import accounts, canary, gpustate, inventory, pages
+from restorer import accounts, canary, gpustate, inventory, pages, warmup
 from restorer.box import Box
 from restorer.criu import GHOST_LIMIT
 from restorer.errors import CanaryDiffers, EngineDied, SnapshotError
@@ -43,6 +43,11 @@ async def capture(
         Environment: the disk is full. ToolFailed, ToolHung: CRIU failed. EngineDied: the donor cannot serve any more.
     """
     with accounts.captured(host.tally, profile.model):
+        if faults := donor.engine.obstacles():
+            raise SnapshotError("; ".join(faults))
+        with stages.timed("warm up shapes"):
+            async with connect(donor) as client:
+                await warmup.run(client, donor.engine)
         with stages.timed("record canary"):
             async with connect(donor) as client:
                 await donor.engine.quiesce(client)

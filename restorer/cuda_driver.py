@@ -45,7 +45,8 @@ class _Nvml:
     def facts(self) -> dict[str, Any]:
         with self._nvml() as nvml:
             gpus = [self._gpu(nvml, handle) for handle in self._handles(nvml)]
-            return {"driver": _text(nvml.nvmlSystemGetDriverVersion()), "mps": _mps(), "gpus": gpus}
+            driver = _text(nvml.nvmlSystemGetDriverVersion())
+            return {"driver": driver, "mps": _mps(), "gpus": gpus, "open_module": _open_module()}
 
     def memory(self) -> dict[str, dict[str, Any]]:
         with self._nvml() as nvml:
@@ -303,6 +304,13 @@ def _text(value: Any) -> str:
 
 def _bytes_of(uuid: str) -> bytes:
     return bytes.fromhex(uuid.removeprefix("GPU-").replace("-", ""))
+
+
+def _open_module(version: Path = Path("/proc/driver/nvidia/version")) -> bool | None:
+    try:
+        return "Open Kernel Module" in version.read_text()
+    except OSError:
+        return None
 
 
 def _mps() -> bool:

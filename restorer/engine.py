@@ -19,6 +19,7 @@ from restorer.errors import EngineNotReady, SnapshotError
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _HEALTH_S = 5.0
+_FIRST_TOKEN, _TOKENS = 100, 151
 TCP_CLOSE = ("--tcp-close",)
 _TCP_INSIDE = ("--tcp-established", "--network-lock", "skip")
 
@@ -67,6 +68,11 @@ class HttpEngine:
         return False
 
     @property
+    def captured(self) -> bool:
+        """Snapshots are to be made of it."""
+        return self.model.engine.backend in ("criu", "runc")
+
+    @property
     def sleeps(self) -> bool:
         """It is to be kept asleep while nobody asks for it."""
         return self.model.engine.backend == "sleep"
@@ -83,6 +89,10 @@ class HttpEngine:
     def settings(self) -> dict[str, str]:
         """Environment that makes it another engine: the operator's, and what a capture needs."""
         return {**(_ALONE if self.gpus > 1 else {}), **self.model.engine.env}
+
+    def obstacles(self) -> Sequence[str]:
+        """Why it cannot be captured as it is configured, each with its remedy; nothing was started."""
+        return ()
 
     def environment(self, private: Path, visible: Sequence[int] = ()) -> dict[str, str]:
         """Its whole environment. What the operator set wins; nothing is inherited from the restorer.
@@ -190,6 +200,26 @@ class HttpEngine:
         """(path, body) of each fixed request: greedy, seeded, with as many exact numbers in the answer as it can give."""
         return [self.request(prompt, self.model.canary.max_tokens) for prompt in self.model.canary.prompts]
 
+    def shaped(self, prompt: str | int, embeddings: bool, serial: int, tokens: int) -> tuple[str, Body]:
+        """(path, body) of a request of some shape, for the warm-up.
+
+        Args:
+            prompt: a text, or how many tokens.
+            serial: no two of a warm-up are equal, or a cache would answer.
+        """
+        text = self.prompt(prompt, serial) if isinstance(prompt, int) else prompt
+        if embeddings:
+            return "/v1/embeddings", {"model": self.model.served_name or self.name, "input": text}
+        return self.request(text, tokens)
+
+    def prompt(self, length: int, serial: int) -> str | list[int]:
+        """A prompt of about ``length`` tokens that begins as no other does."""
+        return " ".join([str(serial), *["one"] * (length - 1)])
+
+    def tokens(self, length: int, serial: int) -> list[int]:
+        """One of exactly so many, for engines that take tokens: small numbers, which every vocabulary has."""
+        return [_FIRST_TOKEN + (serial * 31 + n * 7) % _TOKENS for n in range(length)]
+
     def as_sent(self, body: Body) -> Body:
         """The body to send for a recorded one: with what makes the engine compute the answer rather than remember it."""
         return body
@@ -212,7 +242,7 @@ class HttpEngine:
         usage = answer.get("usage") or {}
         return {"choices": kept}, counted(usage.get("completion_tokens") or _logprobs(kept) or _with_text(kept))
 
-    def request(self, prompt: str, tokens: int) -> tuple[str, Body]:
+    def request(self, prompt: str | list[int], tokens: int) -> tuple[str, Body]:
         return "/v1/completions", {
             "model": self.model.served_name or self.name,
             "prompt": prompt,

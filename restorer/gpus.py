@@ -84,11 +84,15 @@ class Gpus:
         known = self._known()
         if count > len(known):
             raise Environment(f"{count} GPUs are asked for, and this host has {len(known)}; lower engine.gpu.count")
+        wanted = [uuid for uuid in known if uuid in prefer] if only else known
+        if count > len(wanted):
+            raise Environment(
+                f"it can run on {', '.join(prefer)} alone, which this host has not; with driver 580 or later any would do"
+            )
         deadline = time.monotonic() + wait_s
         while True:
             found = await self.cuda.memory()
             # Then the emptiest, to a gibibyte: strangers use GPUs too, and take no lease.
-            wanted = [uuid for uuid in known if uuid in prefer] if only else known
             order = sorted(wanted, key=lambda uuid: (uuid not in prefer, -int(found.get(uuid, {}).get("free", 0)) // _GIB))
             lacks = {uuid: self._lack(uuid, found.get(uuid), need_bytes) for uuid in order}
             fit = [uuid for uuid in order if lacks[uuid] is None and uuid not in self._holders][:count]

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from policies import compat
+from policies import compat, drivers
 from policies.config import Config, Model
 from policies.manifest import HostFacts, Manifest, Profile
 from policies.wire import SnapshotSummary
@@ -171,6 +171,8 @@ class Host:
         """
         folder = self.snapshots.folder(manifest.id)
         found = [compat.Mismatch(one.path, "writable by us alone", one.found, one.remedy) for one in way_to(folder / MANIFEST)]
+        if manifest.gpu is not None:
+            found += drivers.refused(self.facts.gpu, self.config.restorer.drivers)
         verdict = self.judge.judge(folder, manifest)
         if verdict.mismatch is not None and not verdict.allowed:
             found.append(verdict.mismatch)

@@ -115,7 +115,7 @@ async def start(host: Host, claim: Claim, replicas: Replicas) -> None:
             instance = await _restored_or_cold(attempt, match, match.manifest)
         if instance is None:
             if attempt.lost is not None and model.on_restore_failure == "reject":
-                raise attempt.lost
+                raise SnapshotError(f"the engine that rested did not wake: {attempt.lost}")
             why = match.why if obstacle is None else obstacle if attempt.lost is None else f"it did not wake: {attempt.lost}"
             if model.on_no_snapshot == "reject" and backend.can.snapshot:
                 raise (
@@ -145,7 +145,7 @@ async def _resumed(attempt: Attempt, match: Match, suspended: Suspended) -> Inst
         return None
     box, instance = resting.box, resting.instance
     try:
-        placement = await _placed(attempt, box, resting.rest.need)
+        placement = await _placed(attempt, box, resting.rest.need(attempt.host))
     except BaseException:
         suspended.put_back(model, resting)
         raise
@@ -208,7 +208,7 @@ async def _restored(attempt: Attempt, match: Match, manifest: Manifest) -> Insta
     await _verify_bytes(attempt, manifest)
     box = await host.boxes.take()
     try:
-        placement = await _placed(attempt, box, Need() if manifest.gpu is None else gpustate.need(manifest.gpu))
+        placement = await _placed(attempt, box, Need() if manifest.gpu is None else gpustate.need(host, manifest.gpu))
         changes = {"snapshot": manifest.id, "incarnation": box.id, "start": "restored"}
         if attempt.record.state is State.MATCHING:
             await attempt.still_wanted()
@@ -363,6 +363,8 @@ async def make_snapshot(host: Host, claim: Claim) -> None:
         _bounded(claim, host.config.restorer.max_attempts)
         if (obstacle := host.backend(name).obstacle()) is not None:
             raise SnapshotError(f"no snapshot can be made on this host: {obstacle}")
+        if faults := adapter(name, host.model(name)).obstacles():
+            raise SnapshotError("; ".join(faults))
         match = await asyncio.to_thread(host.match, name)
         manifest = await _captured(host, adapter(name, host.model(name)), match, host.progress.stages(claim.job))
         log.info("snapshot %s of %s was made", manifest.id, name)

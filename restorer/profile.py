@@ -8,6 +8,7 @@ from pathlib import Path
 
 from policies.config import Model
 from policies.manifest import Profile
+from policies.warmup import Warmup
 from restorer.engines import adapter
 from restorer.errors import Environment
 from restorer.stamps import Stamps
@@ -36,6 +37,7 @@ def resolve(name: str, model: Model, stamps: Stamps) -> Profile:
         port=model.engine.port,
         weights=hashes,
         gpus=engine.gpus or None,
+        warmup=None if model.warmup == Warmup() else model.warmup.model_dump(mode="json", exclude={"timeout_s"}),
         backend=None if model.engine.backend == "criu" else model.engine.backend,
     )
 

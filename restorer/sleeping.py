@@ -27,11 +27,14 @@ class Nap:
     """An engine asleep by its own doing, and what it takes to wake and to prove it."""
 
     exchanges: tuple[Exchange, ...]
-    need: Need
+    wants: Need
     weights: Sequence[tuple[Allocation, ...]]
     """As they were, where they are read anew; empty: they were kept, or the engine cannot tell."""
 
     start: ClassVar[str] = "woken"
+
+    def need(self, host: Host) -> Need:
+        return self.wants
 
     async def wake(self, host: Host, instance: Instance, placement: Placement | None, stages: Stages) -> None:
         """Wake it. Raises CanaryDiffers when its weights are not what they were, EngineNotReady when it does not wake."""

@@ -39,8 +39,7 @@ class Rest(Protocol):
     def exchanges(self) -> tuple[Exchange, ...] | None:
         """What it must repeat then; None: what its snapshot says."""
 
-    @property
-    def need(self) -> Need:
+    def need(self, host: Host) -> Need:
         """What it wants of GPUs then."""
 
     async def wake(self, host: Host, instance: Instance, placement: Placement | None, stages: Stages) -> None:
@@ -55,9 +54,8 @@ class OffGpu:
     start: ClassVar[str] = "resumed"
     exchanges: ClassVar[None] = None
 
-    @property
-    def need(self) -> Need:
-        return gpustate.need(self.state)
+    def need(self, host: Host) -> Need:
+        return gpustate.need(host, self.state)
 
     async def wake(self, host: Host, instance: Instance, placement: Placement | None, stages: Stages) -> None:
         assert placement is not None

@@ -104,8 +104,8 @@ class Vllm(HttpEngine):
         if level == 2:
             expect(await self.post(client, "/wake_up?tags=weights", None, _SLEEP_S))
             # What is there now is whatever the memory held.
-            body = {"method": "reload_weights", "timeout": _TRANSFER_S}
-            expect(await self.post(client, "/collective_rpc", body, _TRANSFER_S))
+            seconds = self.model.engine.ready_timeout_s
+            expect(await self.post(client, "/collective_rpc", {"method": "reload_weights", "timeout": seconds}, seconds))
             expect(await self.post(client, "/wake_up?tags=kv_cache", None, _SLEEP_S))
         else:
             expect(await self.post(client, "/wake_up", None, _SLEEP_S))
@@ -175,7 +175,10 @@ class Vllm(HttpEngine):
         """With a salt of its own, so that no cached prefix is used: a shorter prefill may round differently."""
         return {**body, "cache_salt": secrets.token_hex(16)}
 
-    def request(self, prompt: str, tokens: int) -> tuple[str, Body]:
+    def prompt(self, length: int, serial: int) -> str | list[int]:
+        return self.tokens(length, serial)
+
+    def request(self, prompt: str | list[int], tokens: int) -> tuple[str, Body]:
         path, body = super().request(prompt, tokens)
         return path, {**body, "return_token_ids": True}
 

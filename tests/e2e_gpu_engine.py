@@ -90,8 +90,8 @@ class HostMemory:
 def work(pipe: Connection, seed: str, hold: str, extension_name: str, cuda: bool) -> None:
     """The process that has the weights."""
     blocks = [mmap.mmap(-1, size) for size in SIZES]
-    content = [hashlib.shake_256(f"{seed} {number}".encode()).digest(size) for number, size in enumerate(SIZES)]
-    for block, data in zip(blocks, content, strict=True):
+    original = [hashlib.shake_256(f"{seed} {number}".encode()).digest(size) for number, size in enumerate(SIZES)]
+    for block, data in zip(blocks, original, strict=True):
         block[:] = data
     worker: Any = None
     if extension_name:
@@ -118,7 +118,7 @@ def work(pipe: Connection, seed: str, hold: str, extension_name: str, cuda: bool
                 cuda_state(awake if arguments != ["weights"] else STATE_BYTES + sum(SIZES))
             pipe.send(None)
         elif method == "reload_weights":
-            HostMemory(None, blocks, hold).fill(b"".join(content))
+            HostMemory(None, blocks, hold).fill(b"".join(original))
             pipe.send(None)
         else:
             pipe.send(getattr(worker, method)(*arguments))
