@@ -3,6 +3,7 @@
 
 PYTHON ?= python3
 ENGINE ?= vllm
+JOBS ?= auto
 ENGINE_PYTHON ?= build/vllm-gpu/bin/python
 TOOLS := build/tools
 MODELS := build/models
@@ -18,7 +19,7 @@ export REWAKE_MODEL := $(abspath $(GGUF))
 export REWAKE_CLIENTS := $(abspath $(CLIENTS))
 
 .DEFAULT_GOAL := help
-.PHONY: help install system criu runc llama-server clients vllm model hf-model demo bench-gpu test bench-held bench-gateway peers reference docs check clean
+.PHONY: help install system criu runc llama-server clients vllm model hf-model demo bench-gpu test bench-held bench-gateway bench-restore peers reference docs check clean
 
 help:  ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -70,10 +71,13 @@ bench-gpu: install criu  ## Measure on this host's NVIDIA GPU: cold starts, rest
 	@$(BIN)/python deploy/bench/gpu.py --python $(ENGINE_PYTHON) $(BENCH_ARGS)
 
 test: install criu runc llama-server model clients  ## All tests, with the real CRIU, a real engine and real client libraries.
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
 
 bench-held: install  ## What held requests cost, and whether they slow down models that serve.
 	$(BIN)/python deploy/bench/held.py $(BENCH_ARGS)
+
+bench-restore: install criu llama-server model  ## How near restores come to what this host can do: floor, cold start, plain CRIU, clones.
+	$(BIN)/python deploy/bench/restore.py $(BENCH_ARGS)
 
 peers: | system
 	@PYTHON=$(PYTHON) deploy/install/peers.sh build/peers

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import httpx
 
-from policies import compat, drivers
+from policies import compat, drivers, reading
 from policies.manifest import Allocation, GpuState, Manifest, Weights
 from restorer import inventory, pagecache
 from restorer.box import Box
@@ -62,15 +62,16 @@ async def asleep(host: Host, donor: Instance, stages: Stages, *, keep: bool) -> 
         raise SnapshotError(
             "no process of the engine uses CUDA, though engine.gpu.count says so; mend its command, or the setting"
         )
-    with stages.timed("export weights") as stage:
-        weights = await _export(host, donor)
-        stage.bytes = sum(one.bytes for one in weights)
-    try:
-        yield await _sleep(host, donor, pids, weights, stages)
-    finally:
-        if keep:
-            with stages.timed("wake donor"):
-                await asyncio.shield(_wake_donor(host, donor, pids, weights))
+    with await asyncio.to_thread(host.weights.busy):
+        with stages.timed("export weights") as stage:
+            weights = await _export(host, donor)
+            stage.bytes = sum(one.bytes for one in weights)
+        try:
+            yield await _sleep(host, donor, pids, weights, stages)
+        finally:
+            if keep:
+                with stages.timed("wake donor"):
+                    await asyncio.shield(_wake_donor(host, donor, pids, weights))
 
 
 def _may_be_captured(host: Host, engine: HttpEngine) -> None:
@@ -100,12 +101,12 @@ async def revive(
         ToolFailed, ToolHung, EngineDied, EngineNotReady, Environment: it failed; the box must be killed.
         SnapshotError: the scratch is unusable, or the weights are not what they were.
     """
-    backend = host.backend(engine.name)
+    backend, direct = host.backend(engine.name), reading.direct(engine.model.restore, host.rates).on
     if manifest.gpu is None or placement is None:
-        return await resurrect(backend, box, engine, manifest, folder, stages)
+        return await resurrect(backend, box, engine, manifest, folder, stages, direct=direct)
     state = manifest.gpu
     async with _delivery(host, box, state, placement) as delivery:
-        instance = await resurrect(backend, box, engine, manifest, folder, stages)
+        instance = await resurrect(backend, box, engine, manifest, folder, stages, direct=direct)
         await _awaken(host, instance, state, placement, delivery, stages)
     return instance
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from policies import compat, drivers
 from policies.config import Config, Model
+from policies.floor import Rates
 from policies.manifest import HostFacts, Manifest, Profile
 from policies.wire import SnapshotSummary
 from restorer import backends, cuda, hostfacts, inventory, profile
@@ -24,7 +25,9 @@ from restorer.box import Box, BoxFactory
 from restorer.criu import Criu
 from restorer.cuda import Cuda
 from restorer.errors import RestorerError
+from restorer.floor import Speed
 from restorer.gpus import Gpus
+from restorer.holds import users_of
 from restorer.integrity import MANIFEST
 from restorer.jobs import JobStore
 from restorer.ownership import way_to
@@ -53,6 +56,11 @@ class Match:
     quarantined: dict[str, str]
     allowed: tuple[compat.Mismatch, ...] = ()
     """What of the chosen one is not as it should be, and a policy lets pass."""
+
+    @property
+    def newest(self) -> str | None:
+        """Its id."""
+        return None if self.manifest is None else self.manifest.id
 
     @property
     def why(self) -> str:
@@ -105,6 +113,8 @@ class Host:
     """What signatures are worth under the configuration in force."""
     backends: Mapping[str, Backend] = field(default_factory=dict)
     """By their names."""
+    speed: Speed | None = None
+    """How fast this host is."""
     news: News = field(default_factory=News)
     tally: Tally = field(default_factory=Tally)
     _gone: dict[str, Model] = field(default_factory=dict)
@@ -114,6 +124,16 @@ class Host:
         """Settings of a model that the configuration has, or had while this process ran."""
         found = self.config.models.get(name)
         return self._gone[name] if found is None else found
+
+    @property
+    def rates(self) -> Rates | None:
+        """How fast this host is; None: not measured."""
+        return None if self.speed is None else self.speed.rates
+
+    async def pcie(self) -> float | None:
+        """Bytes a second from pinned memory to the slowest GPU; None: there is none. Takes a moment for each."""
+        found = [await self.cuda.bandwidth(gpu.uuid) for gpu in (self.facts.gpu and self.facts.gpu.gpus) or ()]
+        return min(found, default=None)
 
     def backend(self, name: str) -> Backend:
         """The backend of a model."""
@@ -219,25 +239,29 @@ def _summary(manifest: Manifest, match: Match | RestorerError | None, quarantine
     )
 
 
-def build(config: Config, store_url: str) -> Host:
-    """Probe this machine and put the parts together. Blocks for as long as CRIU's own check takes."""
+def build(config: Config, store_url: str, *, stamps_file: str = "stamps.json") -> Host:
+    """Probe this machine and put the parts together. Blocks for as long as CRIU's own check takes.
+
+    Args:
+        stamps_file: another one for a command that runs beside the restorer.
+    """
     state, run = Path(config.state_dir), Path(config.run_dir)
     for folder in (state, run):
         folder.mkdir(parents=True, exist_ok=True)
     binary, capability = find_criu(config.restorer.criu)
-    stamps = stamps_of(config, "stamps.json")
+    stamps = stamps_of(config, stamps_file)
     name = socket.gethostname()
     judge = judge_of(config)
     helper = Cuda(cuda.command(config.restorer.gpu_helper))
     jobs = JobStore(store_url, config.store.namespace, name)
     criu = None if binary is None else Criu(binary, config.restorer.criu_timeout_s)
-    return Host(
+    host = Host(
         config=config,
         name=name,
         jobs=jobs,
         boxes=BoxFactory(run_dir=run, state_dir=state, network=config.restorer.network, spare=config.restorer.parallel_starts),
         stamps=stamps,
-        snapshots=SnapshotStore(state / "snapshots", stamps, judge.keys.sign),
+        snapshots=SnapshotStore(state / "snapshots", stamps, judge.keys.sign, lambda: users_of(run)),
         weights=WeightsStore(state / "weights", stamps),
         cuda=helper,
         gpus=Gpus(helper, None),
@@ -249,6 +273,17 @@ def build(config: Config, store_url: str) -> Host:
         judge=judge,
         backends=backends.build(config.restorer, criu, capability),
     )
+    host.speed = Speed(state, host.pcie)
+    return host
+
+
+async def find_gpus(host: Host) -> None:
+    """What a command asks of the GPUs, in a helper that ends with it."""
+    try:
+        await host.find_gpus()
+    finally:
+        await host.cuda.close()
+        await host.jobs.close()
 
 
 def find_criu(name: str) -> tuple[Path | None, str]:

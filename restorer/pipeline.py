@@ -15,7 +15,7 @@ from policies.compat import Mismatch
 from policies.manifest import Exchange, Manifest
 from policies.replica import Event, Replica, State, advance
 from policies.wire import Failure, JobKind, OperationState
-from restorer import accounts, canary, gpustate, sleeping
+from restorer import accounts, canary, gpustate, prefetch, sleeping
 from restorer.box import Box
 from restorer.capture import capture
 from restorer.engines import HttpEngine, adapter
@@ -36,6 +36,8 @@ from restorer.host import Host, Match, log
 from restorer.instance import Instance, connect, ignite, last_words
 from restorer.integrity import verify_files
 from restorer.jobs import Claim, LeaseLost, Outcome, StoreUnavailable, demand
+from restorer.prefetch import Touched
+from restorer.reckoning import reckoned, told
 from restorer.replicas import Replicas
 from restorer.stages import Stages
 from restorer.suspended import Suspended
@@ -56,8 +58,8 @@ class Attempt:
         self.stages = host.progress.stages(claim.job)
         model = host.model(claim.job.model)
         self.engine = adapter(claim.job.model, model)
-        self.lost: RestorerError | None = None
-        """Why an engine that rested did not come back."""
+        self.source: Manifest | None = None
+        self.lost: RestorerError | None = None  # why an engine that rested did not come back
         self.record = Replica(
             id=claim.job.replica,
             model=claim.job.model,
@@ -66,6 +68,7 @@ class Attempt:
             host=host.name,
             port=model.engine.port,
             concurrency=model.concurrency,
+            trace=claim.job.trace,
         )
 
     def moved(self, event: Event, **changes: Any) -> Replica:
@@ -108,8 +111,7 @@ async def start(host: Host, claim: Claim, replicas: Replicas) -> None:
             match = await asyncio.to_thread(host.match, claim.job.model)
         await attempt.still_wanted()
         await replicas.vacated(claim.job.model)
-        backend = host.backend(claim.job.model)
-        obstacle = backend.obstacle()
+        obstacle = (backend := host.backend(claim.job.model)).obstacle()
         instance = await _resumed(attempt, match, replicas.suspended)
         if instance is None and match.manifest is not None and obstacle is None:
             instance = await _restored_or_cold(attempt, match, match.manifest)
@@ -118,11 +120,8 @@ async def start(host: Host, claim: Claim, replicas: Replicas) -> None:
                 raise SnapshotError(f"the engine that rested did not wake: {attempt.lost}")
             why = match.why if obstacle is None else obstacle if attempt.lost is None else f"it did not wake: {attempt.lost}"
             if model.on_no_snapshot == "reject" and backend.can.snapshot:
-                raise (
-                    HostIncompatible([m for found in match.refused.values() for m in found])
-                    if match.refused
-                    else SnapshotError(why)
-                )
+                refused = [mismatch for found in match.refused.values() for mismatch in found]
+                raise HostIncompatible(refused) if refused else SnapshotError(why)
             instance = await _cold(attempt, match, why)
         await _admit(attempt, instance, replicas)
     except (LeaseLost, StoreUnavailable):
@@ -149,11 +148,10 @@ async def _resumed(attempt: Attempt, match: Match, suspended: Suspended) -> Inst
     except BaseException:
         suspended.put_back(model, resting)
         raise
-    snapshot = None if match.manifest is None else match.manifest.id
     lives = int(box.facts.get("lives", 1)) + 1
     box.remember(lives=lives)
     try:
-        await attempt.advance(Event.RESTORE, snapshot=snapshot, incarnation=f"{box.id}-{lives}", start=resting.rest.start)
+        await attempt.advance(Event.RESTORE, snapshot=match.newest, incarnation=f"{box.id}-{lives}", start=resting.rest.start)
         await resting.rest.wake(attempt.host, instance, placement, attempt.stages)
         await _proved(attempt, instance, resting.exchanges(match))
         await attempt.advance(Event.UP)
@@ -164,8 +162,7 @@ async def _resumed(attempt: Attempt, match: Match, suspended: Suspended) -> Inst
     except RestorerError as error:
         # Not the snapshot's fault, whatever it was.
         log.warning("the engine of %s that rested cannot be %s, and is ended: %s", model, resting.rest.start, error)
-        if isinstance(error, CanaryDiffers):
-            suspended.distrust(resting)
+        suspended.failed(resting, error)
         await asyncio.shield(attempt.host.discard(box))
         attempt.lost = error
         return None
@@ -174,12 +171,13 @@ async def _resumed(attempt: Attempt, match: Match, suspended: Suspended) -> Inst
         raise
 
 
-async def _proved(attempt: Attempt, instance: Instance, exchanges: Sequence[Exchange]) -> None:
+async def _proved(attempt: Attempt, instance: Instance, exchanges: Sequence[Exchange], touched: Touched | None = None) -> None:
     """It repeats the donor's answers; raises CanaryDiffers otherwise."""
-    with accounts.compared(attempt.host.tally, attempt.record.model):
-        with attempt.stages.timed("canary"):
-            async with connect(instance) as client:
-                verdict = await canary.check(client, attempt.engine, exchanges)
+    with accounts.compared(attempt.host.tally, attempt.record.model), attempt.stages.timed("canary") as stage:
+        if touched is not None:
+            stage.of(touched.cached, touched.bytes)
+        async with connect(instance) as client:
+            verdict = await canary.check(client, attempt.engine, exchanges)
         if not verdict.equal:
             raise CanaryDiffers(f"the replica does not repeat its donor's answers: {verdict.difference}")
 
@@ -205,9 +203,17 @@ async def _restored(attempt: Attempt, match: Match, manifest: Manifest) -> Insta
     host = attempt.host
     for mismatch in match.allowed:
         log.warning("snapshot %s is restored all the same: %s", manifest.id, mismatch)
+    with await asyncio.to_thread(host.snapshots.use, manifest.id):
+        return await _restored_from(attempt, manifest)
+
+
+async def _restored_from(attempt: Attempt, manifest: Manifest) -> Instance:
+    host = attempt.host
     await _verify_bytes(attempt, manifest)
     box = await host.boxes.take()
     try:
+        # From here on the box says what it needs, to whoever would remove it.
+        box.remember(snapshot=manifest.id)
         placement = await _placed(attempt, box, Need() if manifest.gpu is None else gpustate.need(host, manifest.gpu))
         changes = {"snapshot": manifest.id, "incarnation": box.id, "start": "restored"}
         if attempt.record.state is State.MATCHING:
@@ -217,9 +223,11 @@ async def _restored(attempt: Attempt, match: Match, manifest: Manifest) -> Insta
             # A suspended engine was tried first, and the point of no return is passed.
             await attempt.amend(**changes)
         folder = host.snapshots.folder(manifest.id)
-        instance = await gpustate.revive(host, box, attempt.engine, manifest, folder, attempt.stages, placement)
-        await attempt.advance(Event.UP)
-        await _proved(attempt, instance, manifest.canary)
+        async with prefetch.beside(manifest.files, attempt.engine.model.restore) as touched:
+            instance = await gpustate.revive(host, box, attempt.engine, manifest, folder, attempt.stages, placement)
+            await attempt.advance(Event.UP)
+            await _proved(attempt, instance, manifest.canary, touched)
+        attempt.source = manifest
         return instance
     except (EngineDied, EngineNotReady) as error:
         words = last_words(box)
@@ -253,19 +261,16 @@ async def _verify_bytes(attempt: Attempt, manifest: Manifest) -> None:
     Raises:
         SnapshotError: an object changed. HostIncompatible: a file of this host that the engine maps has changed.
     """
-    host = attempt.host
+    host, model = attempt.host, attempt.record.model
     with attempt.stages.timed("verify bytes") as stage:
         stage.bytes = manifest.bytes
-        faults = list(await asyncio.to_thread(host.snapshots.verify, manifest, full=False))
-        accounts.faulty(host.tally, attempt.record.model, "bytes", faults)
+        faults = accounts.faulty(host.tally, model, "bytes", await asyncio.to_thread(host.snapshots.verify, manifest, full=False))
         if manifest.gpu is not None:
-            found = await asyncio.to_thread(host.weights.verify, manifest.gpu.weights)
-            accounts.faulty(host.tally, attempt.record.model, "weights", found)
-            faults += found
+            wrong = await asyncio.to_thread(host.weights.verify, manifest.gpu.weights)
+            faults += accounts.faulty(host.tally, model, "weights", wrong)
         if faults:
             raise SnapshotError(f"snapshot {manifest.id} was changed: " + "; ".join(map(str, faults[:_SHOWN])))
-        changed = await asyncio.to_thread(verify_files, manifest, host.stamps)
-        accounts.faulty(host.tally, attempt.record.model, "file", changed)
+        changed = accounts.faulty(host.tally, model, "file", await asyncio.to_thread(verify_files, manifest, host.stamps))
     if changed:
         remedy = "bring the donor's version back, or make a new snapshot with `rewake snapshot create`"
         raise HostIncompatible([Mismatch(f"file {fault.path}", fault.expected, fault.found, remedy) for fault in changed])
@@ -307,7 +312,9 @@ async def _cold(attempt: Attempt, match: Match, why: str) -> Instance:
 
 async def _admit(attempt: Attempt, instance: Instance, replicas: Replicas) -> None:
     """Open traffic: one write makes the record ADMITTED and the job settled."""
-    admitted = attempt.moved(Event.ADMIT, address=instance.box.address)
+    changes = reckoned(attempt.stages, attempt.source, attempt.engine.model.restore, attempt.host.rates)
+    admitted = attempt.moved(Event.ADMIT, address=instance.box.address, **changes)
+    told(admitted)
     try:
         # First on this host's disk, so that a restorer that dies here finds an engine that it may or may not adopt.
         instance.box.remember(record=admitted.model_dump(mode="json"), inner_pid=instance.inner_pid)

@@ -61,7 +61,7 @@ async def vow(instance: Instance, profile: str, stages: Stages) -> None:
     with stages.timed("record canary"):
         async with connect(instance) as client:
             await instance.engine.quiesce(client)
-            exchanges = await canary.record(client, instance.engine)
+            exchanges, _ = await canary.record(client, instance.engine)
     recorded = [exchange.model_dump(mode="json") for exchange in exchanges]
     instance.box.remember(**{_VOW: {"profile": profile, "exchanges": recorded}})
 

@@ -18,7 +18,7 @@ from typing import ClassVar, Protocol
 from policies.manifest import Exchange, GpuState, Profile
 from restorer import gpustate, profile, sleeping
 from restorer.box import Box
-from restorer.errors import RestorerError, SnapshotError
+from restorer.errors import CanaryDiffers, RestorerError, SnapshotError
 from restorer.gpus import Need, Placement, memory
 from restorer.host import Host, Match, log
 from restorer.instance import Instance
@@ -127,9 +127,9 @@ class Suspended:
         log.info("an engine of %s rests, to be %s by the next start", model, rest.start)
         return True
 
-    def distrust(self, resting: Resting) -> None:
-        """It did not wake as it was: no engine with these settings is put to sleep again, as long as this process lives."""
-        if resting.rest.exchanges is not None:
+    def failed(self, resting: Resting, error: RestorerError) -> None:
+        """It did not wake. If it was not what it had been, none with these settings is put to sleep again by this process."""
+        if resting.rest.exchanges is not None and isinstance(error, CanaryDiffers):
             self._liars.add(resting.profile.digest)
 
     def _keep_s(self, model: str) -> float:

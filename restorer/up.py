@@ -22,14 +22,16 @@ from pathlib import Path
 
 from policies.config import Config
 from restorer import embedded, listening, network, rundir
-from restorer.errors import Environment
+from restorer.box import BoxFactory
+from restorer.errors import Environment, RestorerError
 from restorer.listening import base_url
 from restorer.rundir import Account, Lock
 from restorer.steward import Steward, gateway_stop_s
 from restorer.supervisor import Child, Supervisor, end
 
-ROOT = Path(__file__).resolve().parents[1]
-"""Where the packages lie, whatever the current folder is."""
+ROOT = Path(__file__).absolute().parents[1]
+"""Where the packages lie, whatever the current folder is. Links stay as they are: what engines are told of it is part of their
+snapshots, and where a host's installation lies behind a link changes with every upgrade."""
 _STORE_S = 15.0
 _READY_S = 30.0
 _RESTORER_STOP_S = 60.0
@@ -155,6 +157,13 @@ class Up:
         await network.free(self.config.restorer.network)
         note = asyncio.ensure_future(self.note()) if self.note else None
         self._sockets = listening.bind(self.config)
+        tls = self.config.gateway.tls
+        at = rundir.Address(
+            url=base_url(self.config, self._sockets[0]),
+            certificate=None if tls is None else tls.certificate,
+            run_dir=self.config.run_dir,
+        )
+        rundir.announce(at, Path(self.config.state_dir))
         if not url:
             store, url = embedded.child(Path(self.config.run_dir), account)
             supervisor.start(store)
@@ -184,5 +193,20 @@ class Up:
         for names, cut in ((gateways, hurry), (["restorer"], None), (["store"], None)):
             killed = await supervisor.stop(*names, hurry=cut)
             if killed and not (cut and cut.is_set()):
-                self.say(f"{', '.join(killed)} did not end in time and was killed; the next `rewake up` clears up after it")
+                self.say(f"{', '.join(killed)} did not end in time and was killed")
+            if "restorer" in names:
+                await self._clear()
         self.say("stopped")
+
+    async def _clear(self) -> None:
+        """End the engines that the restorer did not: it was killed, or told to end before it had found them."""
+        config = self.config
+        boxes = BoxFactory(
+            run_dir=Path(config.run_dir), state_dir=Path(config.state_dir), network=config.restorer.network, spare=0
+        )
+        try:
+            for box in await boxes.survivors():
+                await boxes.discard(box)
+                self.say(f"box {box.id} was left by the restorer, and was ended")
+        except (RestorerError, OSError) as error:
+            self.say(f"not all engines could be ended, the next `rewake up` does it: {error}")

@@ -14,20 +14,24 @@ Knows nothing of GPUs or engines. Every method blocks: async callers use threads
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
 import secrets
 import shutil
 import stat
+import time
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from policies.manifest import Allocation, Manifest, Weights, WeightsPart, canonical
-from restorer.errors import SnapshotError
+from restorer import holds
+from restorer.errors import InUse, SnapshotError
 from restorer.files import disk_space, fsync, fsync_tree, write_durable
+from restorer.holds import Hold
 from restorer.integrity import Fault, differences
 from restorer.stamps import Stamps
 
@@ -75,7 +79,7 @@ class WeightsStore:
             faults = differences(wanted, self._stamps.sha256_all(map(Path, wanted)))
             if faults or sum(part.bytes for part in parts) != sum(run.bytes for run in allocations):
                 raise SnapshotError("exported weights are not what the engine says: " + "; ".join(map(str, faults[:3])))
-            weights = Weights(digest=_digest(parts, allocations), parts=tuple(parts), allocations=tuple(allocations))
+            weights = Weights(digest=digest_of(parts, allocations), parts=tuple(parts), allocations=tuple(allocations))
             target = self.root / weights.digest
             if (target / INDEX).exists():
                 shutil.rmtree(staging)
@@ -119,18 +123,25 @@ class WeightsStore:
                     self._stamps.forget(path)
         return faults + differences(wanted, self._stamps.sha256_all(map(Path, wanted)))
 
-    def sweep(self, named: Collection[str]) -> Sequence[str]:
-        """Remove what no manifest names, and what a crash left half-made. The names removed.
+    def busy(self) -> Hold:
+        """Until it is closed, nothing is swept: hold it from before a set is looked for or made until a manifest names it."""
+        return holds.use(self.root)
+
+    def sweep(self, named: Collection[str], *, older_than_s: float = 0.0) -> Sequence[str]:
+        """Remove what no manifest names, and what a crash left half-made; nothing while sets are made. The names removed.
 
         Args:
-            named: the digests that manifests name. Nothing else may be making a set meanwhile.
+            named: the digests that manifests name.
+            older_than_s: what has changed since stays.
         """
         removed = []
-        for path in sorted(self.root.iterdir()):
-            if path.name not in named and (path.name.startswith(_STAGING) or _DIGEST.fullmatch(path.name)):
-                (path / INDEX).unlink(missing_ok=True)
-                shutil.rmtree(path, ignore_errors=True)
-                removed.append(path.name)
+        with contextlib.suppress(InUse), holds.alone(self.root):
+            for path in sorted(self.root.iterdir()):
+                ours = path.name.startswith(_STAGING) or _DIGEST.fullmatch(path.name)
+                if ours and path.name not in named and time.time() - path.lstat().st_mtime >= older_than_s:
+                    (path / INDEX).unlink(missing_ok=True)
+                    shutil.rmtree(path, ignore_errors=True)
+                    removed.append(path.name)
         return removed
 
     def _digests(self) -> Iterator[str]:
@@ -142,7 +153,7 @@ class WeightsStore:
             weights = Weights.model_validate_json(data)
         except (OSError, ValidationError):
             return None
-        whole = canonical(weights) == data and digest == weights.digest == _digest(weights.parts, weights.allocations)
+        whole = canonical(weights) == data and digest == weights.digest == digest_of(weights.parts, weights.allocations)
         return weights if whole else None
 
 
@@ -152,7 +163,7 @@ def verify_weights(manifest: Manifest, state_dir: Path, stamps: Stamps) -> Seque
     return WeightsStore(state_dir / "weights", stamps).verify(sets, full=True) if sets else ()
 
 
-def _digest(parts: Sequence[WeightsPart], allocations: Sequence[Allocation]) -> str:
+def digest_of(parts: Sequence[WeightsPart], allocations: Sequence[Allocation]) -> str:
     lines = [*(f"{part.bytes} {part.sha256}" for part in parts), *(f"{run.bytes} {run.fingerprint}" for run in allocations)]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 

@@ -42,8 +42,9 @@ def spawn(*argv: str, cwd: Path | None = None) -> subprocess.Popen[bytes]:
     return subprocess.Popen(argv, cwd=cwd, stdout=subprocess.DEVNULL)
 
 
-def opened_up(folder: Path, *, parents: int = 2) -> Path:
-    """Let other accounts pass through a temporary folder."""
-    for place in (folder, *folder.parents[:parents]):
-        place.chmod(0o755)
+def opened_up(folder: Path) -> Path:
+    """Let other accounts pass through a temporary folder: all of its parents that are this account's alone."""
+    for place in (folder, *folder.parents):
+        if place.stat().st_mode & 0o005 != 0o005:
+            place.chmod(0o755)
     return folder

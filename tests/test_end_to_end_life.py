@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import os
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -61,3 +62,16 @@ def test_gateway_case_42_workers_and_models_change_and_the_open_request_ends_wel
     eventually(lambda: system.complete("new").status_code == 200, "the new model to be served")
     assert system.stop() == 0
     eventually(system.nothing_left, "nothing to be left")
+
+
+def test_what_a_restorer_has_left_ends_with_the_installation(system: Installation) -> None:
+    """It is told to end while none runs that could know of the engine: the next restorer is not there yet."""
+    assert system.complete("old").status_code == 200
+    (replica,) = system.replicas("old")
+    pid = system.restorer_pid()
+    assert pid is not None
+    assert system.up is not None
+    os.kill(pid, signal.SIGKILL)
+    assert system.stop() == 0
+    assert system.nothing_left()
+    assert f"box {replica['incarnation']} was left by the restorer, and was ended" in (system.folder / "up.log").read_text()

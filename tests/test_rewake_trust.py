@@ -78,3 +78,30 @@ async def test_doctor_speaks_of_keys_and_of_who_can_write(place: Place) -> None:
     assert f"chmod 600 {place.folder / 'k'}" in findings["trust"]["found"]
     assert findings["ownership"]["ok"] == "fail"
     assert findings["ownership"]["remedy"].endswith(f"chmod go-w {place.state_dir}")
+
+
+# ---------------------------------------------------------------- gc and rm
+
+
+def test_gc_says_what_would_go_and_then_removes_it(place: Place) -> None:
+    first, second = snapshot(place, 1000), snapshot(place, 2000)
+    place.write(port=1, restorer={"criu": "/no/such/criu"}, retention={"keep_last": 1, "grace_s": 0, "spare_newest": False})
+    code, out, _ = place.run("snapshot", "gc", "--dry-run")
+    assert code == 0
+    assert out.splitlines()[0].startswith("WOULD GO")
+    assert out.splitlines()[1].startswith(first.id)
+    assert "retention.keep_last" in out
+    assert len(store_of(place).list()) == 2
+    document = json.loads(place.run("snapshot", "gc", "--json")[1])
+    assert [one["id"] for one in document["removed"]] == [first.id]
+    assert [one.id for one in store_of(place).list()] == [second.id]
+    assert place.run("snapshot", "gc") == (0, "nothing is to go\n", "")
+
+
+def test_rm_says_who_uses_it(place: Place) -> None:
+    manifest = snapshot(place)
+    with store_of(place).use(manifest.id):
+        code, out, err = place.run("snapshot", "rm", manifest.id)
+    assert (code, out) == (1, "")
+    assert f"{manifest.id} is used by pid " in err
+    assert place.run("snapshot", "rm", manifest.id)[0] == 0
