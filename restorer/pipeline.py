@@ -278,8 +278,7 @@ async def _verify_bytes(attempt: Attempt, manifest: Manifest) -> None:
 
 async def _cold(attempt: Attempt, match: Match, why: str) -> Instance:
     """A cold engine; captured on its way, where the policy wants a snapshot and there is none."""
-    host = attempt.host
-    policy, backend = host.model(attempt.record.model).snapshot, host.backend(attempt.record.model)
+    host, backend = attempt.host, attempt.host.backend(attempt.record.model)
     box = await host.boxes.take()
     try:
         placement = await _placed(attempt, box, Need())
@@ -290,7 +289,7 @@ async def _cold(attempt: Attempt, match: Match, why: str) -> Instance:
         try:
             if backend.can.sleep:
                 await sleeping.vow(instance, match.profile.digest, attempt.stages)
-            elif policy.create == "auto" and backend.obstacle() is None and match.manifest is None:
+            elif attempt.engine.model.snapshot.create == "auto" and backend.obstacle() is None and match.manifest is None:
                 manifest = await capture(host, instance, match.profile, cold_start_s, attempt.stages)
                 log.info("snapshot %s of %s was made", manifest.id, attempt.record.model)
         except EngineDied:
