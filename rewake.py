@@ -24,7 +24,17 @@ import typer
 from gateway import keys
 from policies.config import Config
 from policies.replica import TERMINAL, Replica
-from restorer import commands, retention_commands, rundir, snapshot_commands, support, top, transfer_commands, trust_commands
+from restorer import (
+    commands,
+    journal_commands,
+    retention_commands,
+    rundir,
+    snapshot_commands,
+    support,
+    top,
+    transfer_commands,
+    trust_commands,
+)
 from restorer import doctor as doctors
 from restorer.commands import AsJson, ConfigFile, NoWait, Timeout, finish, model_named
 from restorer.console import print_json, print_start, print_table, when
@@ -153,7 +163,7 @@ def doctor(config: ConfigFile = None, json_: AsJson = False) -> None:
     raise typer.Exit(FAILED if any(finding.ok == "fail" for finding in findings) else OK)
 
 
-for _each in (keys.key, commands.reload, commands.restart, top.top, support.support):
+for _each in (keys.key, journal_commands.journal, commands.reload, commands.restart, top.top, support.support):
     app.command()(_each)
 
 # ---------------------------------------------------------------- replicas

@@ -33,6 +33,10 @@ TaskKind = Literal["verify", "explain", "log"]
 host and the model's settings, and every reason why not. ``log``: a part of the log of an engine, running or ended."""
 
 
+CHORES: frozenset[TaskKind] = frozenset(("verify",))
+"""Kinds that take their time, and are listed beside operations."""
+
+
 class TaskState(enum.StrEnum):
     RUNNING = "running"
     SUCCEEDED = "succeeded"

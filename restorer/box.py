@@ -26,9 +26,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from restorer import boxinit, cgroups, network
-from restorer.errors import Environment, ToolFailed, ToolHung
-from restorer.processes import children, readable, start_time, status
+from restorer import boxinit, cgroups, inventory, network
+from restorer.errors import EngineDied, Environment, ToolFailed, ToolHung
+from restorer.processes import children, proceed, readable, start_time, status
 
 log = logging.getLogger("rewake.restorer")
 
@@ -146,6 +146,13 @@ class Box:
                     return pid
         return None
 
+    def let_run(self) -> None:
+        """Let all that is stopped or frozen in it run on: from outside, so that no tool could fail or hang. Blocks."""
+        if (group := self.facts.get("cgroup")) is not None:
+            cgroups.thaw(group)
+        with contextlib.suppress(EngineDied):
+            proceed(pid for pid in inventory.tree(self.init_pid).pids if pid != self.init_pid)
+
     async def kill(self) -> None:
         """End everything in the box and wait until it is gone. Idempotent; shielded from cancellation by its callers."""
         group = self.facts.get("cgroup")
@@ -187,30 +194,45 @@ class BoxFactory:
         self._taken: set[int] = set()
         self._spare = spare
         self._ready: list[Box] = []
+        self._known: dict[str, Box] = {}
+        """Every box there is, by id: those taken, the spares, and what another process left behind."""
         self._unshares: set[asyncio.subprocess.Process] = set()
         self._filling = asyncio.Lock()
         for folder in (self._states, self._folders, self.mountpoint):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
-    async def take(self) -> Box:
-        """A fresh box. The caller owns it and kills it."""
-        while self._ready:
-            box = self._ready.pop()
-            if box.alive:
-                return box
+    def reserve(self) -> str:
+        """The id of the box that :meth:`take` will hand out for it, so that it can be noted first. A spare is kept for it."""
+        if not self._ready:
+            return secrets.token_hex(6)
+        return self._ready.pop().id
+
+    async def take(self, id: str | None = None) -> Box:
+        """A fresh box, by an id from :meth:`reserve`. The caller owns it and kills it."""
+        id = self.reserve() if id is None else id
+        box = self._known.get(id)
+        if box is not None and box.alive:
+            return box
+        if box is not None:
             await self.discard(box)
-        return await self._make()
+        return await self._make(id)
+
+    def known(self, id: str) -> Box | None:
+        """The handle of a box that there is; None: it is gone."""
+        return self._known.get(id)
 
     async def fill(self) -> None:
         """Top the spares up; called when nothing is urgent."""
         async with self._filling:
             while len(self._ready) < self._spare:
-                self._ready.append(await self._make())
+                self._ready.append(await self._make(secrets.token_hex(6)))
 
     async def discard(self, box: Box) -> None:
         """Kill a box and free its network."""
         await box.kill()
-        self._taken.discard(box.index)
+        # Once: its number may be another box's by the second time.
+        if self._known.pop(box.id, None) is not None:
+            self._taken.discard(box.index)
 
     async def close(self) -> None:
         """Kill the spares."""
@@ -234,7 +256,7 @@ class BoxFactory:
             box = self._handle(id, pid, index)
             box.facts = {**record.get("facts", {}), "init_start_time": start_time(pid)}
             self._taken.add(index)
-            found[id] = box
+            found[id] = self._known[id] = box
         for stale in (path for path in self._states.iterdir() if path.stem not in found):
             await cgroups.remove(cgroups.name(stale.stem))
             stale.unlink(missing_ok=True)
@@ -275,16 +297,16 @@ class BoxFactory:
         self._taken.add(index)
         return index
 
-    async def _make(self) -> Box:
+    async def _make(self, id: str) -> Box:
         while True:
             try:
-                return await self._make_at(self._take_index())
+                return await self._make_at(id, self._take_index())
             except network.AddressTaken as error:
                 # By another installation on this host; its number stays taken here, so this ends with the network.
                 log.warning("%s; taking the next", error)
 
-    async def _make_at(self, index: int) -> Box:
-        box = self._handle(secrets.token_hex(6), 0, index)
+    async def _make_at(self, id: str, index: int) -> Box:
+        box = self._known[id] = self._handle(id, 0, index)
         try:
             for folder in (box.private / "tmp", box.private / "home", box.work):
                 folder.mkdir(parents=True, mode=0o700)

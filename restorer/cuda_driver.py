@@ -44,9 +44,14 @@ class _Nvml:
 
     def facts(self) -> dict[str, Any]:
         with self._nvml() as nvml:
-            gpus = [self._gpu(nvml, handle) for handle in self._handles(nvml)]
-            driver = _text(nvml.nvmlSystemGetDriverVersion())
-            return {"driver": driver, "mps": _mps(), "gpus": gpus, "open_module": _open_module()}
+            handles = self._handles(nvml)
+            return {
+                "driver": _text(nvml.nvmlSystemGetDriverVersion()),
+                "mps": _mps(),
+                "gpus": [self._gpu(nvml, handle) for handle in handles],
+                "topology": _topology(nvml, handles),
+                "open_module": _open_module(),
+            }
 
     def memory(self) -> dict[str, dict[str, Any]]:
         with self._nvml() as nvml:
@@ -74,6 +79,7 @@ class _Nvml:
             "compute": None if compute is None else ".".join(map(str, compute)),
             "mig": ask(lambda: bool(nvml.nvmlDeviceGetMigMode(handle)[0]), False),
             "persistence": ask(lambda: bool(nvml.nvmlDeviceGetPersistenceMode(handle))),
+            "ecc": ask(lambda: bool(nvml.nvmlDeviceGetEccMode(handle)[0]), False),
         }
 
     def _handles(self, nvml: Any) -> list[Any]:
@@ -321,3 +327,31 @@ def _mps() -> bool:
                 if Path(f"/proc/{entry}/comm").read_text().startswith("nvidia-cuda-mps"):
                     return True
     return False
+
+
+def _topology(nvml: Any, handles: Sequence[Any]) -> str | None:
+    """How GPUs are linked, as a class: the same number of NVLinks each, and the same nearness on the bus of each two.
+
+    None: the driver does not say.
+    """
+    nvlinks, levels = [], []
+    try:
+        for at, handle in enumerate(handles):
+            nvlinks.append(_nvlinks(nvml, handle))
+            levels += [int(nvml.nvmlDeviceGetTopologyCommonAncestor(handle, other)) for other in handles[at + 1 :]]
+    except nvml.NVMLError as error:
+        return "" if error.value == nvml.NVML_ERROR_NOT_SUPPORTED else None
+    return f"NVLinks {' '.join(map(str, sorted(nvlinks)))}; bus {' '.join(map(str, sorted(levels)))}" if levels else ""
+
+
+def _nvlinks(nvml: Any, handle: Any) -> int:
+    """Links of a GPU that are up."""
+    up = 0
+    for link in range(nvml.NVML_NVLINK_MAX_LINKS):
+        try:
+            up += int(nvml.nvmlDeviceGetNvLinkState(handle, link) == nvml.NVML_FEATURE_ENABLED)
+        except nvml.NVMLError as error:
+            if error.value not in (nvml.NVML_ERROR_NOT_SUPPORTED, nvml.NVML_ERROR_INVALID_ARGUMENT):
+                raise
+            break
+    return up

@@ -69,7 +69,7 @@ async def _explain(host: Host, task: Task, work: Work) -> Result:
             raise Failed(f"the configuration has no model {name!r}, which {manifest.id} is a snapshot of")
         here = profile.resolve(name, host.config.models[name], host.stamps)
         found = compat.mismatches(manifest, here, host.facts)
-        quarantined = host.snapshots.quarantined(manifest.id)
+        quarantined = host.snapshots.verdicts.standing(manifest.id).quarantined
         said = "fits this host" if not found else f"does not fit this host: {len(found)} mismatch{'es' * (len(found) != 1)}"
         said += f"; it is quarantined: {quarantined}" if quarantined else ""
         return f"{manifest.id} {said}", {

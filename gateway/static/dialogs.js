@@ -66,6 +66,8 @@ function confirm({ title, text, verb, grave = false, act, done }) {
   open(title, [text.map((line) => h("p", {}, line)), error], [cancel, go]);
 }
 
+const BECAME = { failed: "failed", quarantined: "was quarantined", admitted: "was started cold", undefined: "cannot be started" };
+
 const ACTIONS = {
   start({ model }, view) {
     const facts = view.models.find((one) => one.name === model);
@@ -140,9 +142,10 @@ const ACTIONS = {
     await follow(replica, host);
   },
   why({ model, replica }, view) {
-    const record = view.replicas.find((one) => one.id === replica);
+    const told = view.replicas.filter((one) => one.model === model && one.reason && ["failed", "quarantined"].includes(one.state));
+    const record = view.replicas.find((one) => one.id === replica) ?? told.sort((a, b) => b.updated_ms - a.updated_ms)[0];
     const facts = view.models.find((one) => one.name === model);
-    open(`Why ${replica || model} ${record ? `is ${record.state}` : "cannot be started"}`, story(view, facts, record), [
+    open(`Why ${replica || model} ${BECAME[record?.state] ?? `is ${record?.state}`}`, story(view, facts, record), [
       record?.incarnation || record ? h("button", { type: "button", "data-act": "log", "data-replica": record.id, "data-host": record.host }, "Its log") : null,
       close(),
     ], "wide");
