@@ -281,7 +281,7 @@ class Replicas:
     async def _put_to_rest(self, running: Running) -> bool:
         """Suspend an engine that is stopped, where that is wanted; otherwise let it give its device memory up."""
         model = running.record.model
-        if not running.instance.engine.gpus and not self._host.backend(model).can.sleep:
+        if not running.instance.engine.gpus and not running.instance.engine.sleeps:
             return False
         if not self._ending and await self.suspended.suspend(model, running.instance):
             return True

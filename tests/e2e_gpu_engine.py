@@ -118,7 +118,7 @@ def work(pipe: Connection, seed: str, hold: str, extension_name: str, cuda: bool
                 cuda_state(awake if arguments != ["weights"] else STATE_BYTES + sum(SIZES))
             pipe.send(None)
         elif method == "reload_weights":
-            HostMemory(None, blocks, hold).fill(b"".join(original))
+            HostMemory(None, blocks, hold).fill(b"".join(original), [])
             pipe.send(None)
         else:
             pipe.send(getattr(worker, method)(*arguments))

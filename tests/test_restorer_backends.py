@@ -167,7 +167,7 @@ def test_a_drain_loses_no_request_and_nothing_stays_of_what_was_ended(
     assert system.admin(f"operations/{operation['id']}?wait=30")["state"] == "succeeded"
     eventually(lambda: not system.replicas(model), "no replica")
     if name == "runc":
-        assert not groups(system)
+        eventually(lambda: not groups(system), "its control group to be gone")
 
 
 @pytest.mark.parametrize("name", CLONES)
