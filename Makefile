@@ -18,9 +18,10 @@ export REWAKE_LLAMA_SERVER := $(abspath $(TOOLS)/bin/llama-server)
 export REWAKE_MODEL := $(abspath $(GGUF))
 export REWAKE_CHROMIUM := $(abspath $(TOOLS)/bin/chromium)
 export REWAKE_CLIENTS := $(abspath $(CLIENTS))
+export REWAKE_PROMETHEUS := $(abspath $(TOOLS)/bin/prometheus)
 
 .DEFAULT_GOAL := help
-.PHONY: help install system criu runc llama-server clients chromium vllm model hf-model demo bench-gpu test bench-held bench-gateway bench-restore peers reference docs check clean
+.PHONY: help install system prometheus dashboards test-dashboards criu runc llama-server clients chromium vllm model hf-model demo bench-gpu test test-deploy system-tools bench-held bench-gateway bench-restore peers reference docs crash-matrix check clean
 
 help:  ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -74,8 +75,24 @@ bench-gpu: install criu  ## Measure on this host's NVIDIA GPU: cold starts, rest
 	$(BIN)/python -m pip install --quiet --editable '.[test,gpu]'
 	@$(BIN)/python deploy/bench/gpu.py --python $(ENGINE_PYTHON) $(BENCH_ARGS)
 
-test: install criu runc llama-server model clients chromium  ## All tests, with the real CRIU, a real engine and real client libraries.
+test: install criu runc llama-server model clients chromium prometheus  ## All tests, with the real CRIU, a real engine and real client libraries.
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
+
+system-tools: | system
+	@command -v mmdebstrap systemd-nspawn >/dev/null || { apt-get -q update && \
+	    DEBIAN_FRONTEND=noninteractive apt-get -q install --no-install-recommends -y mmdebstrap systemd-container; } >/dev/null
+
+test-deploy: install criu llama-server model system-tools  ## Install and run on fresh, booted systems, and as README says: a quarter of an hour.
+	REWAKE_TEST_DEPLOY=1 $(BIN)/python -m pytest tests/test_deploy_systems.py $(PYTEST_ARGS)
+
+prometheus: | system
+	@deploy/install/prometheus.sh $(TOOLS)
+
+dashboards: install  ## Write grafana/dashboards out of the code.
+	@$(BIN)/python -m grafana.write
+
+test-dashboards: install criu llama-server model prometheus  ## A real Prometheus: every panel has data, every alert fires and resolves.
+	$(BIN)/python -m pytest -m dashboards -n 0 tests/test_end_to_end_dashboards.py $(PYTEST_ARGS)
 
 bench-held: install  ## What held requests cost, and whether they slow down models that serve.
 	$(BIN)/python deploy/bench/held.py $(BENCH_ARGS)
@@ -95,6 +112,9 @@ reference: install  ## Write docs/reference out of the code.
 docs: reference  ## The documentation as a site, in build/site.
 	$(BIN)/python -m pip install --quiet --editable '.[docs]'
 	$(BIN)/mkdocs build --strict --quiet
+
+crash-matrix: install criu  ## Break each step of a capture and of a restore in each way, and look what is left.
+	$(BIN)/python tests/crash_matrix.py $(MATRIX_ARGS)
 
 check: install  ## Lint, format, types, layering.
 	$(BIN)/ruff check .

@@ -26,6 +26,7 @@ from policies.config import Config
 from policies.replica import TERMINAL, Replica
 from restorer import (
     commands,
+    inspect_command,
     journal_commands,
     retention_commands,
     rundir,
@@ -34,6 +35,7 @@ from restorer import (
     top,
     transfer_commands,
     trust_commands,
+    why,
 )
 from restorer import doctor as doctors
 from restorer.commands import AsJson, ConfigFile, NoWait, Timeout, finish, model_named
@@ -42,6 +44,7 @@ from restorer.errors import RestorerError
 from restorer.operator import DEFAULTS, FAILED, USAGE, Admin, Failed, load
 from restorer.remains import ENGINE_LOG, Remains
 from restorer.up import Up, command, environment
+from restorer.why import cause
 
 OK, INTERRUPTED = 0, 130
 _FOLLOW_S = 0.25
@@ -52,6 +55,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 transfer_commands.add(snapshot_commands.snapshots)
 trust_commands.add(snapshot_commands.snapshots)
 retention_commands.add(snapshot_commands.snapshots)
+snapshot_commands.snapshots.command("inspect")(inspect_command.inspect)
 app.add_typer(snapshot_commands.snapshots, name="snapshot")
 
 Worker = Annotated[int, typer.Option(min=0, help="Number of this worker; workers share one port.")]
@@ -163,7 +167,7 @@ def doctor(config: ConfigFile = None, json_: AsJson = False) -> None:
     raise typer.Exit(FAILED if any(finding.ok == "fail" for finding in findings) else OK)
 
 
-for _each in (keys.key, journal_commands.journal, commands.reload, commands.restart, top.top, support.support):
+for _each in (keys.key, journal_commands.journal, commands.reload, commands.restart, top.top, why.why, support.support):
     app.command()(_each)
 
 # ---------------------------------------------------------------- replicas
@@ -190,7 +194,7 @@ def ps(
 def _replica_row(r: Mapping[str, Any]) -> list[str]:
     address = f"{r['address']}:{r['port']}" if r["address"] else "-"
     life = [r["start"] or "-", r["snapshot"] or "-", str(r["inflight"]), address, r["incarnation"] or "-"]
-    return [r["id"], r["state"], *life, when(r["updated_ms"]), r["reason"]]
+    return [r["id"], r["state"], *life, when(r["updated_ms"]), cause(r["reason"])]
 
 
 @app.command()

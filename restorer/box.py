@@ -35,6 +35,9 @@ log = logging.getLogger("rewake.restorer")
 FIRST_PID = 1000
 """Engines start here, so that the few tools that enter a box to restore one (from pid 2 upwards) are never in its way."""
 _UNSHARE = ("unshare", "--pid", "--mount", "--ipc", "--uts", "--net", "--fork", "--kill-child", "--mount-proc", "--")
+_SHOW = """mkdir -p "$2" && [ -z "$(ls -A "$2")" ] || { echo "it is no empty folder"; exit 1; }
+mount --bind "$1" "$2"
+"""
 _SPAWN = """echo {last} > /proc/sys/kernel/ns_last_pid && cd "$1" && shift || exit 1
 setsid "$@" </dev/null >>engine.log 2>&1 &
 echo $!"""
@@ -137,6 +140,24 @@ class Box:
         if started.rc != 0:
             raise ToolFailed("sh", started.rc, started.text)
         return int(started.text.split()[-1])
+
+    async def appear_at(self, mountpoint: Path) -> None:
+        """Show the private folder where a donor in another installation had its own: the images name what is in it by that path.
+
+        Raises:
+            Environment: something else is there.
+        """
+        if mountpoint == self.mountpoint:
+            return
+        argv = ["/bin/sh", "-c", _SHOW, "sh", str(self.mountpoint), str(mountpoint)]
+        shown = await self.run(argv, timeout_s=_SETUP_S)
+        if shown.rc != 0:
+            raise Environment(
+                f"{mountpoint}, where the donor had its private folder, cannot be used here: {shown.text.strip()}; "
+                "set run_dir as it is on the donor's host, or make a snapshot here"
+            )
+        self.mountpoint = mountpoint
+        self.remember(mountpoint=str(mountpoint))
 
     def host_pid(self, inner_pid: int) -> int | None:
         """The host's number of a process that pid 1 of the box is parent of; None when there is none."""
@@ -255,6 +276,7 @@ class BoxFactory:
             index = int(record.get("index", -1))
             box = self._handle(id, pid, index)
             box.facts = {**record.get("facts", {}), "init_start_time": start_time(pid)}
+            box.mountpoint = Path(box.facts.get("mountpoint", box.mountpoint))
             self._taken.add(index)
             found[id] = self._known[id] = box
         for stale in (path for path in self._states.iterdir() if path.stem not in found):

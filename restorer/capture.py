@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,8 +101,8 @@ async def _dumped(host: Host, donor: Instance, known: _Draft, stages: Stages) ->
             draft = _draft(host, donor, known, pids, files, private, found)
             if host.model(known.profile.model).snapshot.rehearse:
                 with stages.timed("rehearse"):
-                    touched = await _rehearse(host, donor, staging, draft, stages.parts("rehearse"))
-                    draft = prefetch.noted(draft, touched)
+                    parts = stages.parts("rehearse")
+                    draft = await _rehearse(host, donor, staging, draft, parts)
             with stages.timed("publish") as stage:
                 manifest = await asyncio.to_thread(host.snapshots.commit, staging, draft)
                 stage.bytes = manifest.bytes
@@ -180,10 +180,10 @@ def _draft(
     )
 
 
-async def _rehearse(host: Host, donor: Instance, staging: Staging, draft: Manifest, stages: Stages) -> Mapping[str, int]:
+async def _rehearse(host: Host, donor: Instance, staging: Staging, draft: Manifest, stages: Stages) -> Manifest:
     """Restore what is staged beside the stopped donor, on the GPUs that the donor has left, and compare.
 
-    Returns path -> bytes that the canary touched, of every file that is mapped.
+    Returns the draft with what was measured: the canary's time, and what it touched of mapped files.
     """
     box = await fresh_box(host, stages)
     try:
@@ -200,7 +200,10 @@ async def _rehearse(host: Host, donor: Instance, staging: Staging, draft: Manife
         raise CanaryDiffers(f"rehearsal: {error}; nothing was published") from error
     finally:
         await asyncio.shield(host.discard(box))
-    return touched
+    known_s = [stage.seconds for stage in stages.done if stage.name.endswith("canary")]
+    return prefetch.noted(draft, touched).model_copy(
+        update={"canary_s": min(filter(None, (draft.canary_s, *known_s)), default=None)}
+    )
 
 
 async def _nobody_is_told() -> None:

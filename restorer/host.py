@@ -12,7 +12,8 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -61,6 +62,8 @@ class Match:
     """What of the chosen one is not as it should be, and a policy lets pass."""
     held: dict[str, str] = field(default_factory=dict)
     """Snapshots whose restores failed a moment ago."""
+    remote: str = ""
+    """Why the remote that starts pull from was of no help, if it was asked."""
 
     @property
     def newest(self) -> str | None:
@@ -73,6 +76,7 @@ class Match:
         reasons = [f"snapshot {id} is quarantined: {reason}" for id, reason in self.quarantined.items()]
         reasons += [f"snapshot {id} is {why}" for id, why in self.held.items()]
         reasons += [f"snapshot {id} does not fit: " + " | ".join(map(str, found)) for id, found in self.refused.items()]
+        reasons += [self.remote] if self.remote else []
         return "; ".join(reasons) or "there is no snapshot of this model"
 
 
@@ -124,6 +128,7 @@ class Host:
     """How fast this host is."""
     news: News = field(default_factory=News)
     tally: Tally = field(default_factory=Tally)
+    _reading: Counter[Path] = field(default_factory=Counter)
     _gone: dict[str, Model] = field(default_factory=dict)
     """The last settings of models that the configuration has no more: their replicas still have to end."""
 
@@ -141,6 +146,16 @@ class Host:
         """Bytes a second from pinned memory to the slowest GPU; None: there is none. Takes a moment for each."""
         found = [await self.cuda.bandwidth(gpu.uuid) for gpu in (self.facts.gpu and self.facts.gpu.gpus) or ()]
         return min(found, default=None)
+
+    @contextlib.contextmanager
+    def reading(self, folder: Path) -> Iterator[bool]:
+        """A restore out of a folder, until the block ends; yields whether nobody else was restoring out of it already."""
+        self._reading[folder] += 1
+        try:
+            yield self._reading[folder] == 1
+        finally:
+            self._reading[folder] -= 1
+            self._reading += Counter()
 
     def backend(self, name: str) -> Backend:
         """The backend of a model."""

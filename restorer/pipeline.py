@@ -28,6 +28,7 @@ from restorer.jobs import Claim, LeaseLost, Outcome, StoreUnavailable
 from restorer.reckoning import reckoned, told
 from restorer.replicas import Replicas
 from restorer.stages import Stages
+from restorer.supply import supplied
 from restorer.suspended import Suspended
 from restorer.undo import fresh_box, unwinding
 
@@ -64,6 +65,7 @@ async def _started(attempt: Attempt, replicas: Replicas) -> Instance:
     host, name = attempt.host, attempt.claim.job.model
     with attempt.stages.timed("match"):
         match = await asyncio.to_thread(host.match, name)
+    match = await supplied(host, name, match, attempt.stages, attempt.still_wanted)
     await attempt.still_wanted()
     await replicas.vacated(name)
     backend, model = host.backend(name), host.model(name)

@@ -51,6 +51,8 @@ class Stages:
     done: list[Stage] = field(default_factory=list)
     open: list[Timed] = field(default_factory=list)
     begun: float = field(default_factory=time.perf_counter)
+    alone: bool = True
+    """Nobody else was restoring the same when this did."""
 
     @property
     def elapsed_s(self) -> float:

@@ -173,11 +173,31 @@ def test_a_failed_restore_is_led_back_to_its_cause(page: Page, system: Installat
     expect(attention).to_contain_text("strict cannot be started")
     attention.get_by_role("button", name="Why strict failed").click()
     dialog = page.get_by_role("dialog")
-    expect(dialog).to_contain_text("lib.bin has bad size")
+    expect(dialog.locator(".quote").first).to_contain_text(re.compile(r"Error \(criu/.*lib\.bin has bad size"))
+    expect(dialog.locator(".remedy")).to_contain_text("make a new snapshot")
+    expect(dialog).to_contain_text("restore processes")
     picture(page, "why")
+    dialog.get_by_role("button", name="Its log").click()
+    expect(page.get_by_role("log", name="Log of strict#0")).to_contain_text("listening, 9 bytes mapped")
+    expect(page.get_by_role("dialog")).to_contain_text("The engine has ended")
     page.keyboard.press("Escape")
-    told = system.cli("logs", "strict#0")
-    assert told.returncode == 0, told.stderr
+
+
+def test_the_command_line_leads_to_the_same_cause_in_one_screen(system: Installation) -> None:
+    """After the test above."""
+    for name in ("strict", "strict#0"):
+        told = system.cli("why", name)
+        assert told.returncode == 0, told.stderr
+        assert "lib.bin has bad size" in told.stdout
+        assert "to mend it: a file that the engine uses is not the donor's" in told.stdout
+        assert len(told.stdout.splitlines()) <= 24
+    listed = next(line for line in system.cli("ps").stdout.splitlines() if line.startswith("strict#0"))
+    assert "criu restore failed" in listed
+    assert len(listed.rpartition("Z")[2]) < 70
+    assert "listening, 9 bytes mapped" in system.cli("logs", "strict#0").stdout
+    frame = system.cli("top", "--once").stdout
+    assert "rewake why strict" in frame
+    assert system.cli("why", "nobody").returncode == 2
 
 
 def test_a_replica_is_drained_after_a_question_and_a_move_says_why_not(page: Page, system: Installation) -> None:
