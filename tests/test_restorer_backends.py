@@ -255,9 +255,7 @@ def test_a_tool_that_fails_ends_in_a_labelled_cold_start_or_in_a_refusal_that_sa
 # ---------------------------------------------------------------- sleep alone
 
 
-def test_an_engine_sleeps_and_wakes_as_the_same_process_and_another_incarnation(
-    system: Installation, first: dict[str, str]
-) -> None:
+def test_an_engine_sleeps_and_wakes_as_the_same_process_and_another_incarnation(system: Installation) -> None:
     incarnations = []
     for start in ("cold", "woken", "woken"):
         answer = system.complete("deep")
