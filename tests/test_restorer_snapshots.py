@@ -54,6 +54,7 @@ def draft(**changes: object) -> Manifest:
             "cold_start_s": 1.25,
             "bytes": 0,
             "bytes_written": 0,
+            "secrets": (),
             **changes,
         }
     )
