@@ -21,7 +21,7 @@ export REWAKE_CLIENTS := $(abspath $(CLIENTS))
 export REWAKE_PROMETHEUS := $(abspath $(TOOLS)/bin/prometheus)
 
 .DEFAULT_GOAL := help
-.PHONY: help install system prometheus dashboards test-dashboards criu runc llama-server clients chromium vllm model hf-model demo bench-gpu test bench-held bench-gateway bench-restore peers reference docs crash-matrix check clean
+.PHONY: help install system prometheus dashboards test-dashboards criu runc llama-server clients chromium vllm model hf-model demo bench-gpu test test-deploy system-tools bench-held bench-gateway bench-restore peers reference docs crash-matrix check clean
 
 help:  ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -77,6 +77,13 @@ bench-gpu: install criu  ## Measure on this host's NVIDIA GPU: cold starts, rest
 
 test: install criu runc llama-server model clients chromium prometheus  ## All tests, with the real CRIU, a real engine and real client libraries.
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
+
+system-tools: | system
+	@command -v mmdebstrap systemd-nspawn >/dev/null || { apt-get -q update && \
+	    DEBIAN_FRONTEND=noninteractive apt-get -q install --no-install-recommends -y mmdebstrap systemd-container; } >/dev/null
+
+test-deploy: install criu llama-server model system-tools  ## Install and run on fresh, booted systems, and as README says: a quarter of an hour.
+	REWAKE_TEST_DEPLOY=1 $(BIN)/python -m pytest tests/test_deploy_systems.py $(PYTEST_ARGS)
 
 prometheus: | system
 	@deploy/install/prometheus.sh $(TOOLS)

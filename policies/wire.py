@@ -24,6 +24,7 @@
     :spans                        list    Span, the newest last; at most SPANS_KEPT    restorer adds, gateway takes
     :gateways / :gateway:{id}     set, string (expires)   GatewayReport                that gateway
     :hosts / :host:{name}         set, string (expires)   HostReport                   that restorer
+    :facts:{name}                 string  HostFacts of a host; expires with its report that restorer
     :verdicts                     hash    snapshot, tab, host -> JSON list of its last Notes   that host's restorer
     :journal                      list    Trail: the last attempts that ended, newest first   restorers push
     :suspects                     hash    incarnation -> reason                        gateway adds, its restorer removes
@@ -119,6 +120,9 @@ class Keys:
 
     def tally(self, host: str) -> str:
         return f"{self.prefix}:tally:{host}"
+
+    def facts(self, host: str) -> str:
+        return f"{self.prefix}:facts:{host}"
 
     def host(self, name: str) -> str:
         return f"{self.prefix}:host:{name}"

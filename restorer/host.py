@@ -164,6 +164,10 @@ class Host:
         self.judge = judge_of(config)
         self.snapshots.sign = self.judge.keys.sign
 
+    def facts_now(self) -> HostFacts:
+        """This machine's facts, those that change while it runs read anew. Blocks for moments."""
+        return hostfacts.refreshed(self.facts)
+
     async def find_gpus(self) -> None:
         """Ask the driver, if there is one, what GPUs this host has; called once, before anything is started."""
         if not self.config.restorer.gpu_helper and not hostfacts.NVIDIA.exists():
@@ -196,14 +200,14 @@ class Host:
         """Compare every snapshot of a model with this host and its settings. Blocks: it may hash weights."""
         here = profile.resolve(name, self.model(name), self.stamps, self.config.trust)
         mine = [manifest for manifest in self.snapshots.list() if manifest.profile.model == name]
-        facts = hostfacts.refreshed(self.facts)
+        facts = self.facts_now()
         standings = {m.id: self.snapshots.verdicts.standing(m.id) for m in mine}
         quarantined = {id: one.quarantined for id, one in standings.items() if one.quarantined is not None}
         held = {id: one.held for id, one in standings.items() if one.held is not None}
         distrusted = {m.id: found for m in mine if m.id not in quarantined and (found := self.distrust(m))}
         trusted = [m for m in mine if m.id not in quarantined.keys() | held.keys() | distrusted.keys()]
         best, unfit = compat.newest_fit(trusted, here, facts, self.config.matching)
-        allowed = () if best is None else self._allowed(best, facts)
+        allowed = () if best is None else self.allowed(best, facts)
         return Match(here, best, distrusted | unfit, quarantined, allowed, held)
 
     def blame(self, id: str, error: RestorerError) -> None:
@@ -238,7 +242,8 @@ class Host:
             found.append(verdict.mismatch)
         return found
 
-    def _allowed(self, manifest: Manifest, facts: HostFacts) -> tuple[compat.Mismatch, ...]:
+    def allowed(self, manifest: Manifest, facts: HostFacts) -> tuple[compat.Mismatch, ...]:
+        """What of a snapshot is not as it should be on a host, and a policy lets pass. Blocks; cheap when nothing has changed."""
         verdict = self.judge.judge(self.snapshots.folder(manifest.id), manifest)
         waived = compat.waived(manifest, facts, self.config.matching)
         return (*waived, *(() if verdict.mismatch is None else (verdict.mismatch,)))

@@ -5,14 +5,16 @@ Reads, never writes; knows the shape of a snapshot's folder, not where snapshots
 
 from __future__ import annotations
 
+import glob
 import os
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from policies.manifest import Manifest, SnapshotObject
+from policies.manifest import Manifest, MappedFile, SnapshotObject
 from restorer import chunks, signatures
+from restorer.elf import build_id
 from restorer.ownership import exposed
 from restorer.stamps import Stamps
 
@@ -42,13 +44,32 @@ def verify_files(manifest: Manifest, stamps: Stamps) -> list[Fault]:
         try:
             size = os.stat(file.path).st_size
         except OSError as error:
-            faults.append(Fault(file.path, "the file the donor had open", _why(error)))
+            faults.append(Fault(file.path, "the file the donor had open", f"{_why(error)}{_others(Path(file.path))}"))
             continue
         if size == file.bytes:
             sound[Path(file.path)] = (file.path, file.sha256)
         else:
-            faults.append(Fault(file.path, f"{file.bytes} bytes", f"{size} bytes"))
-    return faults + differences({str(path): wanted for path, wanted in sound.items()}, stamps.sha256_all(sound))
+            faults.append(_built(file, Fault(file.path, f"{file.bytes} bytes", f"{size} bytes")))
+    changed = differences({str(path): wanted for path, wanted in sound.items()}, stamps.sha256_all(sound))
+    files = {file.path: file for file in manifest.files}
+    return faults + [_built(files[fault.path], fault) for fault in changed]
+
+
+def _built(file: MappedFile, fault: Fault) -> Fault:
+    """With the builds of a binary or library, by which people know it."""
+    if file.build_id is None:
+        return fault
+    now = build_id(Path(file.path)) or "none"
+    return fault._replace(expected=f"{fault.expected}, build {file.build_id}", found=f"{fault.found}, build {now}")
+
+
+def _others(path: Path) -> str:
+    """What else is there of a library whose name has a version in it, such as a driver's."""
+    stem, versioned, _ = path.name.partition(".so.")
+    if not versioned:
+        return ""
+    there = sorted(one.name for one in path.parent.glob(f"{glob.escape(stem)}.so.*"))
+    return f"; there is {', '.join(there[:3])}" if there else ""
 
 
 def differences(wanted: Mapping[str, tuple[str, str]], hashes: Mapping[Path, str | OSError]) -> list[Fault]:

@@ -16,6 +16,7 @@ import pytest
 from policies.manifest import Exchange, HostFacts, Manifest, MappedFile, Profile, canonical
 from restorer import files, objects
 from restorer import snapshots as module
+from restorer.elf import build_id
 from restorer.errors import Environment, SnapshotError
 from restorer.files import allocated, hash_file
 from restorer.snapshots import Fault, SnapshotStore, Staging, capture_tree, lay_tree, verify_files
@@ -365,6 +366,29 @@ def test_restore_case_15_a_changed_binary_or_library_is_refused_by_name(tmp_path
     assert set(faults) == {"libm.so", "weights.gguf", "gone"}
     assert faults["weights.gguf"][1:] == ("1200 bytes", "1201 bytes")
     assert faults["gone"].found == "No such file or directory"
+
+
+def test_restore_case_17_a_library_of_another_driver_is_refused_and_both_versions_are_named(tmp_path: Path) -> None:
+    stamps = Stamps(tmp_path / "stamps.json")
+    old, new = tmp_path / "libEGL_nvidia.so.560.35.03", tmp_path / "libEGL_nvidia.so.580.1"
+    old.write_bytes(b"old")
+    manifest = draft(files=(MappedFile(path=str(old), bytes=3, sha256=stamps.sha256(old)),))
+    old.rename(new)
+    (fault,) = verify_files(manifest, stamps)
+    assert fault.path == str(old)
+    assert fault.found == "No such file or directory; there is libEGL_nvidia.so.580.1"
+
+
+def test_a_library_that_changed_is_named_with_its_builds(tmp_path: Path) -> None:
+    stamps = Stamps(tmp_path / "stamps.json")
+    library = tmp_path / "engine"
+    data = Path("/bin/sh").read_bytes()
+    library.write_bytes(data)
+    build = build_id(library)
+    manifest = draft(files=(MappedFile(path=str(library), bytes=len(data), sha256=stamps.sha256(library), build_id=build),))
+    library.write_bytes(b"other")
+    (fault,) = verify_files(manifest, stamps)
+    assert (fault.expected, fault.found) == (f"{len(data)} bytes, build {build}", "5 bytes, build none")
 
 
 def listing(root: Path) -> dict[str, tuple[object, ...]]:
