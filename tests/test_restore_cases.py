@@ -30,6 +30,10 @@ from restorer.processes import status
 
 ROOT = Path(__file__).resolve().parents[1]
 ELSEWHERE = {
+    17: "a driver's file with its version in the path: the driver must be the donor's, and a missing file is refused by name (15)",
+    18: "paths of GPU devices: no device is open when CRIU runs (obstacles), and GPUs are mapped by UUID",
+    30: "no root file system is part of a snapshot; private folders are laid into an empty box, which goes if that fails (79)",
+    36: "CPUs are compared by facts of our own before anything runs, whatever tool wrote the images: case 32",
     28: "CRIU's way with mounts is one for all snapshots: it runs inside the box and is told nothing of mounts; see case 12",
     43: "no engine gets a time namespace of ours, and one that makes its own is refused: test_restorer_obstacles",
     49: "no container runtime's hooks run at a restore: the box has the host's devices, and GPUs are found by the driver",
