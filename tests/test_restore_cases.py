@@ -30,7 +30,7 @@ from restorer.processes import status
 
 ROOT = Path(__file__).resolve().parents[1]
 ELSEWHERE = {
-    17: "a driver's file with its version in the path: the driver must be the donor's, and a missing file is refused by name (15)",
+    17: "files with the driver's version in their path: the driver must be the donor's, and a missing file is refused (15)",
     18: "paths of GPU devices: no device is open when CRIU runs (obstacles), and GPUs are mapped by UUID",
     30: "no root file system is part of a snapshot; private folders are laid into an empty box, which goes if that fails (79)",
     36: "CPUs are compared by facts of our own before anything runs, whatever tool wrote the images: case 32",
