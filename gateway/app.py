@@ -391,10 +391,10 @@ async def _life(app: web.Application) -> AsyncIterator[None]:
     await gateway.upstreams.close()
     await gateway.permits.leave()
     await gateway.callers.limits.leave()
+    gateway.metrics.flush()  # and the last lines of the log
     await asyncio.to_thread(gateway.callers.log.close)
     if gateway.tracer is not None:
         await asyncio.to_thread(gateway.tracer.close)
-    gateway.metrics.flush()
     await gateway.reporter.leave()
     gateway.registry.close()
     await gateway.store.close()
