@@ -173,6 +173,7 @@ class SnapshotObject(_Record):
     bytes: int
     """Apparent size."""
     sha256: str
+    """Of the content; from format 2 on with long runs of zeros left out, so that a hole costs nothing however large it is."""
     mode: int = 0o400
 
 
