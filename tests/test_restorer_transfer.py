@@ -24,7 +24,7 @@ from policies.manifest import Allocation, GpuState, Manifest, WeightsPart
 from policies.storage import Remote
 from restorer import chunks, transfer
 from restorer.catalog import Catalog, open_catalog
-from restorer.errors import Environment, RemoteFailed, SnapshotError
+from restorer.errors import Environment, InUse, RemoteFailed, SnapshotError
 from restorer.partial import PREFIX, Busy, Partial
 
 KEY = "5f" * 32
@@ -475,3 +475,35 @@ async def test_what_was_written_over_in_between_is_fetched_again(pushed: tuple[M
         partial.write("images/pages-1.img", 0, os.urandom(3 << 20))
     await there.pull(catalog, manifest.id)
     assert list(there.snapshots.verify(manifest.id, full=True)) == []
+
+
+# ---------------------------------------------------------------- what may leave
+
+
+async def test_restore_case_44_secrets_leave_the_host_only_encrypted(settings: Remote, here: Place) -> None:
+    catalog = open_catalog("copies", settings)
+    for secrets in (("env HF_TOKEN",), None):
+        manifest = here.made(created_ms=7 if secrets else 8, secrets=secrets)
+        if settings.key_file is not None:
+            assert (await here.push(catalog, manifest)).chunks
+            continue
+        with pytest.raises(Environment, match="encrypt its copies") as refused:
+            await here.push(catalog, manifest)
+        assert "env HF_TOKEN" in str(refused.value) or secrets is None
+        assert not await catalog.has(manifest)
+
+
+async def test_what_is_pushed_is_not_removed_meanwhile(settings: Remote, here: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = here.made()
+    real, refused = transfer._put, []
+
+    async def put(*args: object, **kwargs: object) -> None:
+        with pytest.raises(InUse):
+            here.snapshots.remove(manifest.id)
+        refused.append(True)
+        await real(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(transfer, "_put", put)
+    await here.push(open_catalog("copies", settings), manifest)
+    assert refused == [True]
+    here.snapshots.remove(manifest.id)
