@@ -354,5 +354,6 @@ def demand(reports: Sequence[GatewayReport], model: str) -> int:
 def durations(record: Replica) -> Iterator[tuple[StageKey, float]]:
     """What an admitted replica's start took, stage by stage."""
     if record.state is State.ADMITTED:
-        origin = record.snapshot if record.start == "restored" and record.snapshot else COLD
+        kept = record.start if record.start in ("resumed", "woken") else None
+        origin = kept or (record.snapshot if record.start == "restored" and record.snapshot else COLD)
         yield from ((StageKey(record.host, origin, stage.name), stage.seconds) for stage in record.stages)

@@ -16,7 +16,7 @@ from pathlib import Path
 from policies import reading
 from policies.journal import Undo
 from policies.manifest import Exchange, GpuState, Manifest, MappedFile, Profile
-from restorer import accounts, canary, gpustate, inventory, pages, prefetch, proof
+from restorer import accounts, canary, gpustate, inventory, pages, prefetch, proof, warmup
 from restorer import donor as facts
 from restorer.box import Box
 from restorer.criu import GHOST_LIMIT
@@ -48,6 +48,11 @@ async def capture(
         Environment: the disk is full. ToolFailed, ToolHung: CRIU failed. EngineDied: the donor cannot serve any more.
     """
     with accounts.captured(host.tally, profile.model):
+        if faults := donor.engine.obstacles():
+            raise SnapshotError("; ".join(faults))
+        with stages.timed("warm up shapes"):
+            async with connect(donor) as client:
+                await warmup.run(client, donor.engine)
         with stages.timed("record canary"):
             async with connect(donor) as client:
                 await donor.engine.quiesce(client)

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from policies import compat, verdicts
+from policies import compat, drivers, verdicts
 from policies.config import Config, Model
 from policies.floor import Rates
 from policies.manifest import HostFacts, Manifest, Profile
@@ -64,6 +64,11 @@ class Match:
     """Snapshots whose restores failed a moment ago."""
     remote: str = ""
     """Why the remote that starts pull from was of no help, if it was asked."""
+
+    @property
+    def newest(self) -> str | None:
+        """Its id."""
+        return None if self.manifest is None else self.manifest.id
 
     @property
     def why(self) -> str:
@@ -237,6 +242,8 @@ class Host:
         """
         folder = self.snapshots.folder(manifest.id)
         found = [compat.Mismatch(one.path, "writable by us alone", one.found, one.remedy) for one in way_to(folder / MANIFEST)]
+        if manifest.gpu is not None:
+            found += drivers.refused(self.facts.gpu, self.config.restorer.drivers)
         verdict = self.judge.judge(folder, manifest)
         if verdict.mismatch is not None and not verdict.allowed:
             found.append(verdict.mismatch)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from policies.manifest import Manifest, MappedFile, SnapshotObject
 from restorer import chunks, signatures
 from restorer.elf import build_id
+from restorer.files import hash_file
 from restorer.ownership import exposed
 from restorer.stamps import Stamps
 
@@ -88,11 +89,24 @@ def _why(error: OSError) -> str:
     return error.strerror or str(error)
 
 
-def named(manifest: Manifest) -> list[SnapshotObject]:
-    """Every file that a manifest names: the objects, and the list of their chunks."""
-    said = manifest.chunks
-    beside = () if said is None else (SnapshotObject(path=chunks.FILE, bytes=said.bytes, sha256=said.sha256),)
-    return [*manifest.objects, *beside]
+def is_sparse(manifest: Manifest) -> bool:
+    """Whether the hashes of its objects leave out long runs of zeros (:class:`restorer.files.SparseHash`)."""
+    return manifest.format > 1
+
+
+def listing(folder: Path, manifest: Manifest, *, full: bool) -> Fault | None:
+    """What is wrong with the list of chunks. ``full``: read it. No restore does, so that none waits for it."""
+    if manifest.chunks is None:
+        return None
+    item = SnapshotObject(path=chunks.FILE, bytes=manifest.chunks.bytes, sha256=manifest.chunks.sha256)
+    fault = shape(folder, item)
+    if fault is not None or not full:
+        return fault
+    try:
+        found = hash_file(folder / item.path)
+    except OSError as error:
+        return Fault(item.path, f"sha256 {item.sha256}", _why(error))
+    return None if found == item.sha256 else Fault(item.path, f"sha256 {item.sha256}", f"sha256 {found}")
 
 
 def shape(folder: Path, item: SnapshotObject) -> Fault | None:

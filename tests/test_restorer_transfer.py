@@ -24,7 +24,7 @@ from policies.manifest import Allocation, GpuState, Manifest, WeightsPart
 from policies.storage import Remote
 from restorer import chunks, transfer
 from restorer.catalog import Catalog, open_catalog
-from restorer.errors import Environment, RemoteFailed, SnapshotError
+from restorer.errors import Environment, InUse, RemoteFailed, SnapshotError
 from restorer.partial import PREFIX, Busy, Partial
 
 KEY = "5f" * 32
@@ -100,7 +100,7 @@ async def test_the_first_restore_of_what_was_pulled_hashes_nothing(
     manifest, catalog = here.made(), open_catalog("copies", settings)
     await here.push(catalog, manifest)
     await there.pull(catalog, manifest.id)
-    monkeypatch.setattr("restorer.stamps.hash_fd", lambda *_: pytest.fail("a file was read"))
+    monkeypatch.setattr("restorer.stamps.hash_fd", lambda *_, **__: pytest.fail("a file was read"))
     assert list(there.snapshots.verify(manifest.id, full=False)) == []
 
 
@@ -418,7 +418,7 @@ async def test_weights_that_a_snapshot_names_travel_with_it(s3: S3, tmp_path: Pa
 
 
 def test_memory_stays_bounded_and_holes_stay_holes_whatever_the_size(tmp_path: Path) -> None:
-    """A snapshot of 2 GB, most of it holes: made, listed, verified, pushed and pulled by a process of less than 150 MB."""
+    """A snapshot of 20 GB, most of it holes: made, listed, verified, pushed and pulled by a process of less than 150 MB."""
     (tmp_path / "remote").mkdir()
     code = f"""
 import asyncio, json, os, random, sys, time
@@ -438,9 +438,9 @@ catalog = open_catalog("copies", Remote(url={f"file://{tmp_path / 'remote'}"!r})
 with here.snapshots.stage() as staging:
     with (staging.images / "pages-1.img").open("wb") as file:
         for n in range(96):
-            file.seek(n * 20_000_000 & -4096)
+            file.seek(n * 200_000_000 & -4096)
             file.write(random.Random(n).randbytes(1 << 20))
-        file.truncate(2_000_000_000)
+        file.truncate(20_000_000_000)
     step("made")
     id = here.snapshots.commit(staging, draft()).id
 step("committed")
@@ -475,3 +475,35 @@ async def test_what_was_written_over_in_between_is_fetched_again(pushed: tuple[M
         partial.write("images/pages-1.img", 0, os.urandom(3 << 20))
     await there.pull(catalog, manifest.id)
     assert list(there.snapshots.verify(manifest.id, full=True)) == []
+
+
+# ---------------------------------------------------------------- what may leave
+
+
+async def test_restore_case_44_secrets_leave_the_host_only_encrypted(settings: Remote, here: Place) -> None:
+    catalog = open_catalog("copies", settings)
+    for secrets in (("env HF_TOKEN",), None):
+        manifest = here.made(created_ms=7 if secrets else 8, secrets=secrets)
+        if settings.key_file is not None:
+            assert (await here.push(catalog, manifest)).chunks
+            continue
+        with pytest.raises(Environment, match="encrypt its copies") as refused:
+            await here.push(catalog, manifest)
+        assert "env HF_TOKEN" in str(refused.value) or secrets is None
+        assert not await catalog.has(manifest)
+
+
+async def test_what_is_pushed_is_not_removed_meanwhile(settings: Remote, here: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = here.made()
+    real, refused = transfer._put, []
+
+    async def put(*args: object, **kwargs: object) -> None:
+        with pytest.raises(InUse):
+            here.snapshots.remove(manifest.id)
+        refused.append(True)
+        await real(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(transfer, "_put", put)
+    await here.push(open_catalog("copies", settings), manifest)
+    assert refused == [True]
+    here.snapshots.remove(manifest.id)
