@@ -23,6 +23,7 @@ from typing import NamedTuple, TypeVar
 from blake3 import blake3
 
 from policies.manifest import Manifest, Weights, canonical
+from policies.secrets import publishable
 from restorer import chunks, signatures
 from restorer.catalog import Catalog, Copy
 from restorer.chunks import Chunk, Chunks, Cutter
@@ -163,10 +164,13 @@ async def push(
         overwrite: put everything anew, whether or not it is there: mends a copy that was damaged.
 
     Raises:
-        SnapshotError: something here is not what it was at the commit; nothing of it was put.
+        SnapshotError: something here is not what it was at the commit, and nothing of it was put; or it holds secrets, and the
+            remote is not encrypted.
         RemoteFailed: the remote did not do what it was asked; push again, and it goes on where it ended.
     """
     copying = _Copying(catalog, report)
+    if (why := publishable(manifest, encrypted=catalog.seal.fingerprint is not None)) is not None:
+        raise SnapshotError(f"snapshot {manifest.id} is not pushed to {catalog.what}: {why}")
     await catalog.check(claim=True)
     if not overwrite and await catalog.has(manifest):
         plan = _Plan.of(await asyncio.to_thread(chunks.of, snapshots.folder(manifest.id), manifest))
@@ -276,12 +280,13 @@ async def pull(
     data = await catalog.listed(copy, manifest.chunks)
     sizes = {item.path: item.bytes for item in manifest.objects}
     plan = _Plan.of(chunks.decode(data, sizes, manifest.chunks))
-    for one in manifest.gpu.weights if manifest.gpu else ():
-        await _pull_weights(copying, weights, one, reserve_bytes)
-    with Partial(snapshots.root, manifest.id, sizes) as partial:
-        sources = await asyncio.to_thread(_sources, snapshots, plan)
-        await _fetch(copying, partial, plan, sources, reserve_bytes)
-        await asyncio.to_thread(_commit, snapshots, partial, manifest, data, signed)
+    with await asyncio.to_thread(weights.busy):
+        for one in manifest.gpu.weights if manifest.gpu else ():
+            await _pull_weights(copying, weights, one, reserve_bytes)
+        with Partial(snapshots.root, manifest.id, sizes) as partial:
+            sources = await asyncio.to_thread(_sources, snapshots, plan)
+            await _fetch(copying, partial, plan, sources, reserve_bytes)
+            await asyncio.to_thread(_commit, snapshots, partial, manifest, data, signed)
     return copying.moved.end()
 
 
