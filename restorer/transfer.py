@@ -164,13 +164,19 @@ async def push(
         overwrite: put everything anew, whether or not it is there: mends a copy that was damaged.
 
     Raises:
-        SnapshotError: something here is not what it was at the commit, and nothing of it was put; or it holds secrets, and the
-            remote is not encrypted.
+        SnapshotError: something here is not what it was at the commit; nothing of it was put.
         RemoteFailed: the remote did not do what it was asked; push again, and it goes on where it ended.
+        Environment: its donor held secrets, and this remote is not encrypted. InUse: it is being removed.
     """
-    copying = _Copying(catalog, report)
-    if (why := publishable(manifest, encrypted=catalog.seal.fingerprint is not None)) is not None:
-        raise SnapshotError(f"snapshot {manifest.id} is not pushed to {catalog.what}: {why}")
+    if (refusal := publishable(manifest, encrypted=bool(catalog.seal.fingerprint))) is not None:
+        raise Environment(f"snapshot {manifest.id} is not pushed to {catalog.what}: {refusal}")
+    with await asyncio.to_thread(snapshots.use, manifest.id):
+        return await _push(catalog, snapshots, weights, manifest, overwrite, _Copying(catalog, report))
+
+
+async def _push(
+    catalog: Catalog, snapshots: SnapshotStore, weights: WeightsStore, manifest: Manifest, overwrite: bool, copying: _Copying
+) -> Moved:
     await catalog.check(claim=True)
     if not overwrite and await catalog.has(manifest):
         plan = _Plan.of(await asyncio.to_thread(chunks.of, snapshots.folder(manifest.id), manifest))
@@ -280,6 +286,7 @@ async def pull(
     data = await catalog.listed(copy, manifest.chunks)
     sizes = {item.path: item.bytes for item in manifest.objects}
     plan = _Plan.of(chunks.decode(data, sizes, manifest.chunks))
+    # Until the manifest is there, nothing names the weights.
     with await asyncio.to_thread(weights.busy):
         for one in manifest.gpu.weights if manifest.gpu else ():
             await _pull_weights(copying, weights, one, reserve_bytes)

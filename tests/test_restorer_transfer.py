@@ -25,7 +25,7 @@ from policies.storage import Remote
 from policies.trust import Trust
 from restorer import chunks, keyring, signatures, transfer
 from restorer.catalog import Catalog, open_catalog
-from restorer.errors import Environment, RemoteFailed, SnapshotError
+from restorer.errors import Environment, InUse, RemoteFailed, SnapshotError
 from restorer.partial import PREFIX, Busy, Partial
 
 KEY = "5f" * 32
@@ -276,16 +276,6 @@ async def test_nothing_readable_leaves_where_there_is_a_key(tmp_path: Path, here
     same(here, there, manifest)
 
 
-async def test_restore_case_44_secrets_leave_only_encrypted(s3: S3, tmp_path: Path, here: Place) -> None:
-    manifest = here.made(pages=1, secrets=("HF_TOKEN",))
-    with pytest.raises(SnapshotError, match=r"not pushed .*HF_TOKEN.*key_file"):
-        await here.push(open_catalog("copies", s3.remote(tmp_path.name)), manifest)
-    assert not s3.requests
-    sealed = open_catalog("copies", s3.remote(tmp_path.name, key_file=key(tmp_path)))
-    await here.push(sealed, manifest)
-    assert [copy.id for copy in await sealed.list()] == [manifest.id]
-
-
 @pytest.mark.parametrize("signer", ["nobody", "somebody else", "the trusted one"])
 async def test_what_no_trusted_key_signed_is_not_pulled(s3: S3, tmp_path: Path, here: Place, there: Place, signer: str) -> None:
     """Refused before a byte of it was fetched; the signatures that are there travel, and nobody signs in another's place."""
@@ -510,3 +500,35 @@ async def test_what_was_written_over_in_between_is_fetched_again(pushed: tuple[M
         partial.write("images/pages-1.img", 0, os.urandom(3 << 20))
     await there.pull(catalog, manifest.id)
     assert list(there.snapshots.verify(manifest.id, full=True)) == []
+
+
+# ---------------------------------------------------------------- what may leave
+
+
+async def test_restore_case_44_secrets_leave_the_host_only_encrypted(settings: Remote, here: Place) -> None:
+    catalog = open_catalog("copies", settings)
+    for secrets in (("env HF_TOKEN",), None):
+        manifest = here.made(created_ms=7 if secrets else 8, secrets=secrets)
+        if settings.key_file is not None:
+            assert (await here.push(catalog, manifest)).chunks
+            continue
+        with pytest.raises(Environment, match="encrypt its copies") as refused:
+            await here.push(catalog, manifest)
+        assert "env HF_TOKEN" in str(refused.value) or secrets is None
+        assert not await catalog.has(manifest)
+
+
+async def test_what_is_pushed_is_not_removed_meanwhile(settings: Remote, here: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = here.made()
+    real, refused = transfer._put, []
+
+    async def put(*args: object, **kwargs: object) -> None:
+        with pytest.raises(InUse):
+            here.snapshots.remove(manifest.id)
+        refused.append(True)
+        await real(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(transfer, "_put", put)
+    await here.push(open_catalog("copies", settings), manifest)
+    assert refused == [True]
+    here.snapshots.remove(manifest.id)
