@@ -480,8 +480,7 @@ def snapshot(place: Place, created_ms: int = 1000, **more: Any) -> Manifest:
         cold_start_s=12.34,
         bytes=0,
         bytes_written=0,
-        **more,
-    )
+    ).model_copy(update=more)
     with store.stage() as staging:
         (staging.images / "pages-1.img").write_bytes(os.urandom(100_000))
         return store.commit(staging, draft)
