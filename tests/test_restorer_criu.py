@@ -69,6 +69,7 @@ async def test_real_failures_are_told_apart_by_what_criu_wrote(boxes: BoxFactory
 
     taken = await boxes.take()
     await taken.spawn(["/bin/sleep", "60"], {})
+    (taken.private / "engine.log").unlink()
     with pytest.raises(ToolFailed) as failed:
         await restored(images, taken)
     assert failed.value.verdict.cls == "transient", failed.value.verdict
