@@ -91,7 +91,7 @@ def _show(found: Explanation, here: str, all_facts: bool) -> None:
         if one.held is not None:
             print(f"  {one.held}")
         if one.fits:
-            print("  fits this host")
+            print("  fits this host" + (f"; a restore takes {one.floor}" if one.floor else ""))
         if rows := _rows(one):
             print_table(["  DIFFERS", "EXPECTED", "FOUND", "RULE", "TO MEND"], rows)
         if all_facts:

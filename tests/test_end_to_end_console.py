@@ -31,6 +31,8 @@ def system() -> Iterator[Installation]:
         "foreign": small(mapped, folder / "hold"),
     }
     one = Installation(folder, network(21), models, max_attempts=1)
+    (folder / "shelf").mkdir()
+    one.configure(storage={"remotes": {"shelf": {"url": f"file://{folder}/shelf"}}})
     try:
         one.start()
         one.snapshot("smollm2")
@@ -158,6 +160,23 @@ def test_a_snapshot_is_verified_and_explained(page: Page, system: Installation) 
     expect(page.get_by_role("dialog", name=f"verify {good}")).to_contain_text(f"{good} is whole")
     page.keyboard.press("Escape")
     expect(row(page, "operations", f"verify {good}")).to_contain_text("succeeded")
+
+
+def test_a_snapshot_is_pushed_and_pulled_again(page: Page, system: Installation) -> None:
+    moved = system.snapshot("foreign").name
+    sign_in(page, system)
+    page.get_by_role("button", name=f"Push {moved} to the remote").click()
+    page.get_by_role("button", name="Push", exact=True).click()
+    expect(page.get_by_role("dialog", name=f"push {moved}")).to_contain_text(f"{moved} is in ")
+    page.keyboard.press("Escape")
+    assert system.cli("snapshot", "rm", moved).returncode == 0
+    expect(page.locator("#snapshots")).not_to_contain_text(moved)
+    page.get_by_role("button", name="Pull a snapshot to").click()
+    page.get_by_role("button", name=f"Pull {moved}").click()
+    page.get_by_role("button", name="Pull", exact=True).click()
+    expect(page.get_by_role("dialog", name=f"pull {moved}")).to_contain_text(f"{moved} is on ")
+    page.keyboard.press("Escape")
+    expect(page.locator("#snapshots")).to_contain_text(moved)
 
 
 def test_a_failed_restore_is_led_back_to_its_cause(page: Page, system: Installation) -> None:
