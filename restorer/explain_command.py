@@ -94,7 +94,7 @@ def _show(found: Explanation, here: str, all_facts: bool) -> None:
         if rows:
             print_table(["  DIFFERS", "EXPECTED", "FOUND", "RULE", "TO MEND"], rows)
         elif one.quarantined is None:
-            print("  fits this host")
+            print("  fits this host" + (f"; a restore takes {one.floor}" if one.floor else ""))
         if all_facts:
             print_table(
                 ["  FACT", "RULE", "EXPECTED", "FOUND"],

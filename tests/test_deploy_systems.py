@@ -100,12 +100,12 @@ def test_a_host_from_installation_to_removal(system: System, tmp_path: Path) -> 
         assert start_of(system, "rewake") == "cold"
         system.must("rewake drain 'my-model#0'")
         assert start_of(system, "rewake") == "restored", system.journal("rewake")
-        gateway = system.must("pgrep -f 'python -P -m gateway' | head -1").strip()
+        gateway = system.must("pgrep -f -- '-P -m [g]ateway' | head -1").strip()
         assert system.must(f"stat -c %U /proc/{gateway}").strip() == "rewake"
         assert system.must(f"grep CapEff /proc/{gateway}/status").split()[1] == "0" * 16
         system.must("systemctl stop rewake")
         assert "ActiveState=inactive" in system.must("systemctl show -p ActiveState rewake"), system.journal("rewake")
-        assert not system.run("pgrep -f llama-server").stdout
+        assert not system.run("pgrep -f '[l]lama-server --model'").stdout
 
     # An upgrade: another release, the same snapshots.
     before = os.readlink(system.root / "opt/rewake/venv")
@@ -156,7 +156,7 @@ def test_gateway_and_restorer_apart(system: System) -> None:
         assert again
         assert again[1] == incarnation[1], system.journal("rewake-restorer")
         system.must("systemctl stop rewake-gateway.socket rewake-gateway rewake-restorer")
-        assert not system.run("pgrep -f llama-server").stdout
+        assert not system.run("pgrep -f '[l]lama-server --model'").stdout
 
 
 def test_readme_by_a_newcomer(tmp_path: Path) -> None:

@@ -62,6 +62,18 @@ async def test_the_donors_gpu_is_preferred_and_another_will_do(gpus: Gpus) -> No
     assert (await gpus.lease("b", 1, need_bytes=1, wait_s=1, prefer=("GPU-1",))).indices == (0,)
 
 
+async def test_a_living_process_waits_for_its_own_gpu_and_takes_no_other(gpus: Gpus) -> None:
+    await gpus.lease("a", 1, need_bytes=1, wait_s=1, prefer=("GPU-1",))
+    waiting = asyncio.create_task(gpus.lease("b", 1, need_bytes=1, wait_s=30, prefer=("GPU-1",), only=True))
+    await asyncio.sleep(0)
+    gpus.release("a")
+    assert (await waiting).uuids == ("GPU-1",)
+    with pytest.raises(Environment, match="GPU 1: leased to b"):
+        await gpus.lease("c", 1, need_bytes=1, wait_s=0.1, prefer=("GPU-1",), only=True)
+    with pytest.raises(Environment, match="it can run on GPU-9 alone"):
+        await gpus.lease("c", 1, need_bytes=1, wait_s=60, prefer=("GPU-9",), only=True)
+
+
 async def test_a_start_that_needs_no_certain_gpu_gets_the_emptiest(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     async def memory() -> dict[str, dict[str, object]]:
         free = {"GPU-0": 3 << 30, "GPU-1": 8 << 30, "GPU-2": (8 << 30) - 1}

@@ -504,6 +504,16 @@ def test_snapshot_ls_is_empty_where_there_is_none(place: Place) -> None:
     assert json.loads(place.run("snapshot", "ls", "--json")[1]) == []
 
 
+def test_a_quarantined_snapshot_can_be_released(place: Place) -> None:
+    one = snapshot(place, 1000)
+    verdicts = store_of(place).verdicts
+    verdicts.note(one.id, Note(what="failed", host=verdicts.host, certain=True, reason="its canary differed"))
+    code, out, _ = place.run("snapshot", "release", one.id[:8])
+    assert (code, out.strip()) == (0, f"released {one.id}, which was quarantined: its canary differed")
+    assert verdicts.standing(one.id).quarantined is None
+    assert "neither quarantined nor held back" in place.run("snapshot", "release", one.id)[1]
+
+
 def test_snapshot_ls_shows_whole_quarantined_and_damaged_ones(place: Place) -> None:
     old, new, broken = (snapshot(place, created_ms) for created_ms in (1000, 2000, 3000))
     reason = Note(what="failed", host=store_of(place).verdicts.host, certain=True, reason="its canary differed")
