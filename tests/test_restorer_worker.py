@@ -78,7 +78,6 @@ async def bench(url: str, config: Config = CONFIG, snapshots: tuple[SnapshotSumm
         facts_now=lambda: None,
         gpus=SimpleNamespace(facts=None),
         described=dict,
-        facts_now=lambda: hostfacts.probe(None),
         discard=nothing,
         journals=Journals(Path(folder.name)),
         weights=SimpleNamespace(sweep=lambda used, older_than_s: []),
