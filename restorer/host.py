@@ -161,6 +161,11 @@ class Host:
         """The backend of a model."""
         return self.backends[self.model(name).engine.backend]
 
+    def described(self) -> dict[str, str]:
+        """Each backend that a model uses, in one line."""
+        used = {model.engine.backend for model in self.config.models.values()}
+        return {name: backend.describe() for name, backend in self.backends.items() if name in used}
+
     def adopt(self, config: Config) -> None:
         """Put another configuration in force."""
         self._gone.update({name: model for name, model in self.config.models.items() if name not in config.models})
