@@ -20,7 +20,6 @@ from gateway.store import Store
 from policies.config import Config, parse
 from policies.replica import Replica, State
 from policies.wire import HostReport, OperationState, SnapshotSummary, StageKey
-from restorer import hostfacts
 from restorer.host import News
 from restorer.jobs import JobStore
 from restorer.journal import Journals
