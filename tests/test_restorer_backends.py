@@ -299,6 +299,19 @@ def test_a_tool_that_fails_ends_in_a_labelled_cold_start_or_in_a_refusal_that_sa
         (place / f"fail-{verb}").unlink()
 
 
+@pytest.mark.parametrize("name", SNAPSHOTS)
+def test_a_tool_that_hangs_is_ended_with_its_box_and_the_waiter_gets_a_labelled_cold_start(
+    system: Installation, name: str
+) -> None:
+    model, verb = f"{name}-small", "restore" if name == "criu" else "swrk"
+    if not any(manifest.profile.model == model for manifest in manifests(system)):
+        system.snapshot(model)
+    with system.held(f"before-{verb}"):
+        answer = system.complete(model)
+    assert (answer.status_code, answer.headers["x-rewake-start"]) == (200, "cold"), answer.text
+    assert "did not end within" in system.replicas(model)[0]["reason"]
+
+
 # ---------------------------------------------------------------- sleep alone
 
 
