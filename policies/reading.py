@@ -80,7 +80,7 @@ def choices(settings: Restore, manifest: Manifest, rates: Rates | None, *, alone
     return (
         f"cold memory is read {'past' if past.on else 'through'} the page cache: {past.why}",
         f"{len(files)} mapped files are read ahead: {why}",
-        "no page is left for later: a canary waits for what it touches, and pages that come one by one come slower",
+        "no page is left for later: nobody is served before the canary, which waits for each that it touches",
     )
 
 

@@ -11,6 +11,7 @@ import pytest
 from conftest import eventually
 from e2e_installation import needed
 
+from restorer import timers
 from restorer.box import Box, BoxFactory
 from restorer.criu import Criu
 from restorer.errors import ToolFailed
@@ -48,7 +49,7 @@ def criu() -> Criu:
 
 async def started(box: Box, script: str) -> int:
     """Run a script in a box; its host pid. Skips where this kernel has not what the script needs."""
-    body = textwrap.indent(textwrap.dedent(script).strip(), "    ")
+    body = textwrap.indent(textwrap.dedent(script).strip() or "pass", "    ")
     environment = {"PATH": "/usr/bin:/bin", "HOME": str(box.mountpoint / "home")}
     inner = await box.spawn([sys.executable, "-I", "-c", PRELUDE + body + POSTLUDE], environment)
     home = box.private / "home"
@@ -66,6 +67,7 @@ async def dumped(box: Box, images: Path) -> None:
     """Its images and private folders; it is left stopped."""
     (images / "i").mkdir(parents=True)
     await criu().dump(box, 1000, images / "i", OPTIONS)
+    await asyncio.to_thread(timers.rearm, images / "i")
     for number, place in enumerate((box.root / "dev/shm", box.private)):
         await asyncio.to_thread(capture_tree, place, images / str(number))
 

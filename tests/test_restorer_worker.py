@@ -75,6 +75,7 @@ async def bench(url: str, config: Config = CONFIG, snapshots: tuple[SnapshotSumm
         criu=None,
         capability="",
         tally=Tally(),
+        facts_now=lambda: None,
         gpus=SimpleNamespace(facts=None),
         described=dict,
         facts_now=lambda: hostfacts.probe(None),

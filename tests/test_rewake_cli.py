@@ -480,8 +480,7 @@ def snapshot(place: Place, created_ms: int = 1000, **more: Any) -> Manifest:
         cold_start_s=12.34,
         bytes=0,
         bytes_written=0,
-        **more,
-    )
+    ).model_copy(update=more)
     with store.stage() as staging:
         (staging.images / "pages-1.img").write_bytes(os.urandom(100_000))
         return store.commit(staging, draft)
@@ -502,6 +501,16 @@ def flip(path: Path) -> None:
 def test_snapshot_ls_is_empty_where_there_is_none(place: Place) -> None:
     assert place.run("snapshot", "ls") == (0, "SNAPSHOT  MODEL  ENGINE  MADE  SIZE  COLD START  SIGNATURE  STATE\n", "")
     assert json.loads(place.run("snapshot", "ls", "--json")[1]) == []
+
+
+def test_a_quarantined_snapshot_can_be_released(place: Place) -> None:
+    one = snapshot(place, 1000)
+    verdicts = store_of(place).verdicts
+    verdicts.note(one.id, Note(what="failed", host=verdicts.host, certain=True, reason="its canary differed"))
+    code, out, _ = place.run("snapshot", "release", one.id[:8])
+    assert (code, out.strip()) == (0, f"released {one.id}, which was quarantined: its canary differed")
+    assert verdicts.standing(one.id).quarantined is None
+    assert "neither quarantined nor held back" in place.run("snapshot", "release", one.id)[1]
 
 
 def test_snapshot_ls_shows_whole_quarantined_and_damaged_ones(place: Place) -> None:
