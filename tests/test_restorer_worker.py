@@ -74,7 +74,6 @@ async def bench(url: str, config: Config = CONFIG, snapshots: tuple[SnapshotSumm
         criu=None,
         capability="",
         tally=Tally(),
-        facts_now=lambda: None,
         gpus=SimpleNamespace(facts=None),
         described=dict,
         discard=nothing,
