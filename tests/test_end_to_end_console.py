@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import re
 import shutil
 import tempfile
@@ -30,7 +31,7 @@ def system() -> Iterator[Installation]:
         "strict": small(mapped, folder / "hold", on_restore_failure="reject"),
         "foreign": small(mapped, folder / "hold"),
     }
-    one = Installation(folder, network(21), models, max_attempts=1)
+    one = Installation(folder, network(21), models, max_attempts=1, criu_timeout_s=120)
     (folder / "shelf").mkdir()
     one.configure(storage={"remotes": {"shelf": {"url": f"file://{folder}/shelf"}}})
     try:
@@ -91,7 +92,8 @@ def test_a_cold_model_is_restored_by_keyboard_alone_and_each_stage_is_seen(page:
     sign_in(page, system)
     expect(row(page, "models", "smollm2")).to_contain_text("cold")
     expect(page.locator("#snapshots")).to_contain_text("smollm2")
-    with system.held("before-restore"):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(system.held("before-restore"))
         tab_to(page, "Start smollm2")
         page.keyboard.press("Enter")
         dialog = page.get_by_role("dialog", name="Start smollm2?")
@@ -113,9 +115,8 @@ def test_a_cold_model_is_restored_by_keyboard_alone_and_each_stage_is_seen(page:
             expect(page.locator("#held tbody tr")).to_have_count(3)
             expect(page.locator("#held")).to_contain_text("3 requests")
             picture(page, "restoring", full=True)
-            (system.folder / "hold-before-restore").unlink()
+            stack.close()
             assert {one.result().headers["x-rewake-start"] for one in asked} == {"restored"}
-        (system.folder / "hold-before-restore").touch()
     expect(row(page, "models", "smollm2")).to_contain_text("ready")
     expect(page.locator("#live")).to_contain_text("smollm2 is ready")
     expect(live).to_be_hidden()

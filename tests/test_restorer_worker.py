@@ -75,7 +75,6 @@ async def bench(url: str, config: Config = CONFIG, snapshots: tuple[SnapshotSumm
         criu=None,
         capability="",
         tally=Tally(),
-        facts_now=lambda: None,
         gpus=SimpleNamespace(facts=None),
         described=dict,
         facts_now=lambda: hostfacts.probe(None),

@@ -179,6 +179,8 @@ def rounds(variants: Sequence[Variant], options: argparse.Namespace) -> list[dic
                         rates, stick = asyncio.run(rates_now()), yardstick(variant.images)
                         one = judged(one, rates, stick, variant.manifest) | {"rates": rates.model_dump()}
                     found.append(one)
+                    with (WORK / "runs.jsonl").open("a") as file:
+                        file.write(json.dumps(one) + "\n")
                     more = f"; {one['account']}" if "account" in one else ""
                     console.print(f"{number} {variant.name}, {tier}, {contender}: {one['seconds']:.2f} s{more}")
     return found
@@ -208,6 +210,10 @@ def ratios(found: Sequence[dict[str, Any]], variant: str, tier: str) -> dict[str
     for name, contender in (("cold_start", "cold start"), ("plain_criu", "criu"), ("lazy_criu", "criu lazy")):
         if theirs := seconds(contender):
             result[f"times_faster_than_{name}"] = statistics.median(theirs) / statistics.median(seconds("rewake"))
+    alive = [one["restored"] for one in found if _is(one, variant, tier, "criu")]
+    result["without_canary_times_faster_than_plain_criu"] = statistics.median(alive) / statistics.median(
+        one["moved_s"] for one in ours
+    )
     return {name: round(value, 2) for name, value in result.items()}
 
 
@@ -280,6 +286,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
             "restore_cold_vs_own_floor": first["vs_floor"],
             "restore_vs_cold_start": first["times_faster_than_cold_start"],
             "restore_vs_plain_criu": first["times_faster_than_plain_criu"],
+            "restore_vs_plain_criu_without_canary": first["without_canary_times_faster_than_plain_criu"],
         },
         "ratios": by_tier,
         "restorer_peak_bytes": peak,
@@ -300,6 +307,7 @@ def main() -> int:
     WORK.mkdir(parents=True, exist_ok=True)
     # Snapshots of earlier runs are of no use.
     shutil.rmtree(WORK / "state", ignore_errors=True)
+    (WORK / "runs.jsonl").unlink(missing_ok=True)
     begun = time.monotonic()
     try:
         result = measured(options)
