@@ -20,6 +20,27 @@ if TYPE_CHECKING:
     from gateway.passing import Shape
 
 _MAX_HEAD = 64 << 10
+_BODILESS = (204, 304)
+_MAX_KNOWN = 256
+"""Heads that an incarnation's answers are known by: they differ in their length, and with some engines in the time."""
+
+
+class Whole:
+    """The head of an answer of so many bytes, as it was parsed once. A replica repeats itself; an answer that comes whole, behind
+    the very same head, needs no parser.
+
+    Args:
+        shape: how it is passed on, as far as that is known.
+    """
+
+    __slots__ = ("headers", "length", "reason", "shape", "status")
+
+    def __init__(self, status: int, reason: str, headers: Pairs, length: int) -> None:
+        self.status = status
+        self.reason = reason
+        self.headers = headers
+        self.length = length
+        self.shape: Shape | None = None
 
 
 class Sink(Protocol):
@@ -33,6 +54,9 @@ class Sink(Protocol):
 
     def flush(self) -> None:
         """No more has arrived for now."""
+
+    def whole(self, head: Whole, body: bytes) -> None:
+        """All of the answer at once, in place of all the others; the connection is the pool's again."""
 
     def complete(self) -> None:
         """The body has ended properly; the connection is the pool's again."""
@@ -120,7 +144,15 @@ class Connection(asyncio.Protocol):
             # Nobody asked: whatever this is, it must not become the next answer's beginning.
             self.close()
             return
-        self._received = True
+        first, self._received = not self._received, True
+        end = data.find(b"\r\n\r\n") if first else -1
+        known = self._pool.known.get(data[:end]) if end > 0 else None
+        if known is not None and len(data) == end + 4 + known.length:
+            self._sink = None
+            self.reused = True
+            self._pool.give_back(self)
+            sink.whole(known, data[end + 4 :])
+            return
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -133,6 +165,8 @@ class Connection(asyncio.Protocol):
                 self._fail(f"it is not valid HTTP: {error}")
         else:
             if self._done:
+                if end > 0 and self._keep and not self._extra:
+                    self._learn(data[:end], len(data) - end - 4)
                 # Only now: whoever hears of it may send the next request, whose answer this read must not begin.
                 self._complete()
             elif not self._informed:
@@ -192,6 +226,16 @@ class Connection(asyncio.Protocol):
         self._keep = self._parser.should_keep_alive()
         self._done = True
 
+    def _learn(self, head: bytes, length: int) -> None:
+        """This answer came in one piece: the next one with this head can be told by it."""
+        known = self._pool.known
+        sizes = [value for name, value in self._headers if name.lower() == "content-length"]
+        if sizes != [str(length)] or self._status in _BODILESS:
+            return
+        if len(known) >= _MAX_KNOWN:
+            known.clear()
+        known[head] = Whole(self._status, self._reason.decode("latin-1"), self._headers, length)
+
     def _complete(self) -> None:
         sink, self._sink = self._sink, None
         self._status = self._head_size = 0
@@ -234,7 +278,9 @@ class Connections:
         self.alive: set[Connection] = set()
         self.ended = False
         self.shape: Shape | None = None
-        """How the last answer's head was passed on: a replica repeats itself."""
+        """How the last answer's head was passed on."""
+        self.known: dict[bytes, Whole] = {}
+        """Heads as they stand on the wire, without their last empty line."""
         host = f"[{replica.address}]" if ":" in replica.address else replica.address
         self.host = f"{host}:{replica.port}"
 
