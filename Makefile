@@ -19,7 +19,7 @@ export REWAKE_MODEL := $(abspath $(GGUF))
 export REWAKE_CLIENTS := $(abspath $(CLIENTS))
 
 .DEFAULT_GOAL := help
-.PHONY: help install system criu runc llama-server clients vllm model hf-model demo bench-gpu test bench-held bench-gateway peers reference docs check clean
+.PHONY: help install system criu runc llama-server clients vllm model hf-model demo bench-gpu test bench-held bench-gateway bench-restore peers reference docs check clean
 
 help:  ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -75,6 +75,9 @@ test: install criu runc llama-server model clients  ## All tests, with the real 
 
 bench-held: install  ## What held requests cost, and whether they slow down models that serve.
 	$(BIN)/python deploy/bench/held.py $(BENCH_ARGS)
+
+bench-restore: install criu llama-server model  ## How near restores come to what this host can do: floor, cold start, plain CRIU, clones.
+	$(BIN)/python deploy/bench/restore.py $(BENCH_ARGS)
 
 peers: | system
 	@PYTHON=$(PYTHON) deploy/install/peers.sh build/peers

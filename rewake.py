@@ -23,13 +23,14 @@ import typer
 
 from gateway import keys
 from policies.config import Config
-from policies.replica import TERMINAL
-from restorer import commands, retention_commands, rundir, snapshot_commands, trust_commands
+from policies.replica import TERMINAL, Replica
+from restorer import commands, retention_commands, rundir, snapshot_commands, support, top, transfer_commands, trust_commands
 from restorer import doctor as doctors
 from restorer.commands import AsJson, ConfigFile, NoWait, Timeout, finish, model_named
-from restorer.console import print_json, print_table, when
+from restorer.console import print_json, print_start, print_table, when
 from restorer.errors import RestorerError
 from restorer.operator import DEFAULTS, FAILED, USAGE, Admin, Failed, load
+from restorer.remains import ENGINE_LOG, Remains
 from restorer.up import Up, command, environment
 
 OK, INTERRUPTED = 0, 130
@@ -38,6 +39,7 @@ _SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 _ID = re.compile(r"[0-9a-f]{16}")
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Cold starts that are none.")
+transfer_commands.add(snapshot_commands.snapshots)
 trust_commands.add(snapshot_commands.snapshots)
 retention_commands.add(snapshot_commands.snapshots)
 app.add_typer(snapshot_commands.snapshots, name="snapshot")
@@ -151,14 +153,18 @@ def doctor(config: ConfigFile = None, json_: AsJson = False) -> None:
     raise typer.Exit(FAILED if any(finding.ok == "fail" for finding in findings) else OK)
 
 
-for _each in (keys.key, commands.reload, commands.restart):
+for _each in (keys.key, commands.reload, commands.restart, top.top, support.support):
     app.command()(_each)
 
 # ---------------------------------------------------------------- replicas
 
 
 @app.command()
-def ps(config: ConfigFile = None, json_: AsJson = False) -> None:
+def ps(
+    config: ConfigFile = None,
+    json_: AsJson = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say where each restore's time went, and why so.")] = False,
+) -> None:
     """List the replicas."""
     with Admin(load(config)[1]) as admin:
         replicas = admin.replicas()
@@ -166,6 +172,9 @@ def ps(config: ConfigFile = None, json_: AsJson = False) -> None:
         return print_json(replicas)
     titles = ["REPLICA", "STATE", "START", "SNAPSHOT", "INFLIGHT", "ADDRESS", "INCARNATION", "SINCE", "REASON"]
     print_table(titles, [_replica_row(replica) for replica in replicas])
+    if verbose:
+        for replica in replicas:
+            print_start(Replica.model_validate(replica))
 
 
 def _replica_row(r: Mapping[str, Any]) -> list[str]:
@@ -210,15 +219,8 @@ def logs(
     lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="How many of the last lines.")] = 50,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until Ctrl-C.")] = False,
 ) -> None:
-    """Print the end of the engine's log of one REPLICA (model#slot, or an incarnation)."""
-    parsed = load(config)[1]
-    boxes, incarnation = Path(parsed.state_dir) / "boxes", replica
-    if not (_SAFE.fullmatch(replica) and (boxes / replica).is_dir()):
-        with Admin(parsed) as admin:
-            incarnation = str(admin.replica(replica)["incarnation"])
-    if not _SAFE.fullmatch(incarnation):
-        raise Failed(f"{replica} does not run, so it has no log")
-    path = boxes / incarnation.partition("-")[0] / "private" / "engine.log"
+    """Print the end of the engine's log of one REPLICA (model#slot, or an incarnation); of the last that ended it is kept."""
+    path = _log(load(config)[1], replica)
     try:
         # The engine can write to that folder: a link in it could lead anywhere.
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
@@ -228,8 +230,31 @@ def logs(
                 time.sleep(_FOLLOW_S)
                 sys.stdout.buffer.write(file.read())
     except OSError as error:
-        raise Failed(f"{path}: {error.strerror}; a log is on the replica's host, for its user, while the replica runs") from None
+        raise Failed(f"{path}: {error.strerror}; a log is on the replica's host, for its user") from None
     sys.stdout.flush()
+
+
+def _log(config: Config, replica: str) -> Path:
+    """Where the log of a replica is, running or ended."""
+    state_dir, incarnation = Path(config.state_dir), replica
+    if not (_SAFE.fullmatch(replica) and (state_dir / "boxes" / replica).is_dir()):
+        ended = Remains(state_dir / "ended").find(replica)
+        try:
+            with Admin(config) as admin:
+                incarnation = str(admin.replica(replica)["incarnation"])
+        except Failed:
+            # What has ended is found without a gateway.
+            if ended is None:
+                raise
+            return ended.log()
+    box = incarnation.partition("-")[0]
+    running = state_dir / "boxes" / box / "private" / ENGINE_LOG
+    if _SAFE.fullmatch(incarnation) and running.parent.is_dir():
+        return running
+    ended = Remains(state_dir / "ended").find(incarnation or replica) or Remains(state_dir / "ended").find(replica)
+    if ended is None:
+        raise Failed(f"{replica} does not run, and no log of it is kept here; a log is on the replica's host")
+    return ended.log()
 
 
 if __name__ == "__main__":

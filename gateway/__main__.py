@@ -23,7 +23,7 @@ import uvloop
 from aiohttp import web
 
 from gateway import app as application
-from gateway import logs, metrics, server, settings
+from gateway import logs, metrics, server, settings, tracing
 from gateway.errors import StoreUnavailable
 from gateway.handover import Line, NoAnswer, listeners, notify
 from gateway.life import Life
@@ -53,10 +53,11 @@ def main(argv: list[str] | None = None) -> int:
     try:
         told, line, sockets = _told(argv)
         folder = _metrics_folder(Path(told.config.run_dir))
+        tracing.load(told.config)
         if os.geteuid() == 0:
             _drop_root(told.config.gateway.user, folder)
         return uvloop.run(_serve(told, line, sockets, folder))
-    except (SettingsError, WrongSchema, CertificateError) as error:
+    except (SettingsError, WrongSchema, CertificateError, tracing.Missing) as error:
         print(f"gateway: {error}", file=sys.stderr)
         return 2
 

@@ -155,6 +155,7 @@ class _Line(msgspec.Struct, gc=False):
     bytes_out: int
     prompt_tokens: int | None
     completion_tokens: int | None
+    trace_id: str
 
 
 def _line(ended: float, trail: Trail) -> bytes:
@@ -182,6 +183,7 @@ def _line(ended: float, trail: Trail) -> bytes:
         trail.bytes_out,
         trail.prompt_tokens,
         trail.completion_tokens,
+        "" if trail.trace is None else trail.trace.id,
     )
     return _ENCODER.encode(line) + b"\n"
 

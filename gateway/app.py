@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from gateway import access, downstream, logs, openapi, server
+from gateway import access, downstream, logs, openapi, server, tracing
 from gateway.admin import Admin
 from gateway.client import Clients
 from gateway.console import Console
@@ -31,7 +31,7 @@ from gateway.limits import Limits
 from gateway.link import Link
 from gateway.metrics import Metrics
 from gateway.models import Models
-from gateway.operations import Operations, Sharing
+from gateway.operations import Operations, Outcome, Sharing
 from gateway.overview import Overview
 from gateway.permits import Permits
 from gateway.proxy import Proxy
@@ -44,6 +44,7 @@ from gateway.store import Store
 from gateway.tasks import Tasks
 from gateway.tenants import Tenants
 from gateway.tls import Certificates
+from gateway.tracing import Tracer
 from gateway.upstream import Upstreams
 from gateway.waitroom import Waitroom
 from policies.config import Config
@@ -95,6 +96,7 @@ class Gateway:
     console: Console
     models: Models
     callers: Callers
+    tracer: Tracer | None
     certificates: Certificates | None
     reloader: Reloader
 
@@ -124,6 +126,7 @@ def compose(settings: Settings, metrics: Metrics, line: Line | None = None) -> G
     callers = _callers(current, store, reporter, metrics)
     overview = Overview(current, registry=registry, reporter=reporter, store=store, eta=eta)
     admin = _admin(settings, current, store, registry, reporter, operations, Tasks(store, link), overview)
+    tracer = tracing.tracer(config, settings.id, lambda result, spans: metrics.spans.labels(result).inc(spans))
     certificates = None if settings.pem is None else Certificates(settings.pem)
     life = Life(link.connected)
     gateway = Gateway(
@@ -142,12 +145,13 @@ def compose(settings: Settings, metrics: Metrics, line: Line | None = None) -> G
         upstreams=upstreams,
         metrics=metrics,
         gauges=_gauges(current, ledger, registry, link, reporter, Hosts(store), metrics),
-        serving=_serving(current, metrics, callers, ledger, registry, waitroom, upstreams, eta, life),
+        serving=_serving(current, metrics, callers, ledger, registry, waitroom, upstreams, eta, life, tracer),
         admin=admin,
         overview=overview,
         console=Console(current),
         models=Models(current, registry, eta_s=eta.seconds, allows=callers.tenants.allows),
         callers=callers,
+        tracer=tracer,
         certificates=certificates,
         reloader=_reloader(settings, current, admin, certificates, line, metrics),
     )
@@ -193,6 +197,7 @@ def _serving(
     upstreams: Upstreams,
     eta: Eta,
     life: Life,
+    tracer: Tracer | None,
 ) -> Serving:
     decisions = Decisions(
         current,
@@ -204,6 +209,7 @@ def _serving(
         registry=registry,
         eta=eta,
         metrics=metrics,
+        tracer=tracer,
     )
     intake = Intake(current)
     proxy = Proxy(
@@ -263,7 +269,7 @@ def _slots(current: Current, registry: Registry, reporter: Reporter, model: str)
 def _connect(gateway: Gateway, eta: Eta) -> None:
     """Who hears of what."""
     registry, reporter, scaler, waitroom = gateway.registry, gateway.reporter, gateway.scaler, gateway.waitroom
-    permits, triggers = gateway.permits, gateway.metrics.scale_up_triggers
+    permits, triggers, tracer = gateway.permits, gateway.metrics.scale_up_triggers, gateway.tracer
 
     def edge(model: str) -> None:
         reporter.kick()
@@ -285,6 +291,11 @@ def _connect(gateway: Gateway, eta: Eta) -> None:
         gateway.metrics.ejections.labels(replica.model).inc()
         logs.warning("replica ejected", replica=replica.id, incarnation=replica.incarnation, pause_s=pause_s, reason=reason)
 
+    def triggered(model: str, outcome: Outcome) -> None:
+        triggers.labels(model, "false" if outcome.created else "true").inc()
+        if tracer is not None:
+            tracer.asked(outcome.operation, outcome.created)
+
     gateway.ledger.on_edge = edge
     registry.on_eject = ejected
     registry.on_change.append(fleet_changed)
@@ -296,7 +307,9 @@ def _connect(gateway: Gateway, eta: Eta) -> None:
     gateway.link.on_hint = gateway.overview.hinted
     reporter.waiting = waitroom.waiting
     permits.on_more = waitroom.pump_all
-    scaler.on_trigger = lambda model, outcome: triggers.labels(model, "false" if outcome.created else "true").inc()
+    scaler.on_trigger = triggered
+    if tracer is not None:
+        scaler.trace = tracer.asking
     gateway.life.on_drain += [drain, gateway.overview.touch]
     gateway.life.on_refuse.append(waitroom.drain)
     gateway.life.on_cut += [gateway.serving.proxy.cut, gateway.serving.fast.cut]
@@ -369,7 +382,8 @@ async def _life(app: web.Application) -> AsyncIterator[None]:
     """Start the parts that live as long as the process; at the end take the report back, then let go of the store."""
     gateway = app[GATEWAY]
     jobs = (gateway.link.run(), gateway.reporter.run(), gateway.scaler.run(), gateway.gauges.run(), gateway.reloader.watch())
-    gateway.life.start((*jobs, gateway.permits.run(), gateway.callers.limits.run(), gateway.serving.fast.run()))
+    traces = () if gateway.tracer is None else (gateway.tracer.run(gateway.store),)
+    gateway.life.start((*jobs, gateway.permits.run(), gateway.callers.limits.run(), gateway.serving.fast.run(), *traces))
     gateway.callers.log.start()
     yield
     await gateway.life.stop()
@@ -378,6 +392,8 @@ async def _life(app: web.Application) -> AsyncIterator[None]:
     await gateway.permits.leave()
     await gateway.callers.limits.leave()
     await asyncio.to_thread(gateway.callers.log.close)
+    if gateway.tracer is not None:
+        await asyncio.to_thread(gateway.tracer.close)
     gateway.metrics.flush()
     await gateway.reporter.leave()
     gateway.registry.close()

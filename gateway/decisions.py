@@ -28,6 +28,7 @@ from gateway.models import named
 from gateway.registry import Registry
 from gateway.routes import Found
 from gateway.tenants import Tenants
+from gateway.tracing import Tracer
 from gateway.trail import Trail
 from gateway.upstream import Outgoing, Unreachable
 from policies.config import Config, Model
@@ -101,6 +102,7 @@ class Decisions:
         registry: Registry,
         eta: Eta,
         metrics: Metrics,
+        tracer: Tracer | None = None,
     ) -> None:
         self._current = current
         self._tenants = tenants
@@ -111,6 +113,7 @@ class Decisions:
         self._registry = registry
         self._eta = eta
         self._metrics = metrics
+        self._tracer = tracer
         # To ask which loop is running costs a system call.
         self._clock = asyncio.get_running_loop().time
 
@@ -119,6 +122,8 @@ class Decisions:
         repeated = head.headers.get("x-stainless-retry-count", "0") != "0"
         trail = Trail(head.id, found.route.name, head.received, method=head.method, client_retry=repeated)
         trail.client = head.peer or ""
+        if self._tracer is not None:
+            trail.trace = self._tracer.begin(head.headers)
         return trail
 
     def identify(self, head: Head, trail: Trail) -> str:
@@ -208,11 +213,24 @@ class Decisions:
         promise_s = self._eta.retry_after_s(model, position)
         return errors.refusal(code, model=model, detail=refused.reject.detail, retry_after_s=promise_s)
 
+    def held(self, order: Order) -> None:
+        """7. It has to wait."""
+        order.trail.phase = "held"
+        if self._tracer is not None:
+            self._tracer.held(order.head.headers, order.trail)
+
+    def released(self, order: Order, replica: Replica | None) -> None:
+        """7. It waits no more, for a replica has come, or for some other reason."""
+        if self._tracer is not None:
+            self._tracer.released(order.trail, replica)
+
     def dispatched(self, order: Order, replica: Replica) -> None:
         """8. It goes to this replica."""
         trail, ticket = order.trail, order.ticket
         trail.phase, trail.start = "dispatched", replica.start or "cold"
         trail.replica, trail.incarnation = replica.id, replica.incarnation
+        if trail.trace is not None and self._tracer is not None:
+            self._tracer.dispatched(trail, replica, order.spec)
         if ticket.waited_s and ticket.turns == 1:
             self._metrics.waited(trail, "admitted", ticket.waited_s)
 
@@ -222,6 +240,9 @@ class Decisions:
         head, trail = order.head, order.trail
         origin = self._clients.origin(head.peer, head.scheme, head.headers)
         pairs = envelope.forwarded(head.headers.items(), id=head.id, origin=origin.pairs())
+        if trail.trace is not None:
+            pairs = [(name, value) for name, value in pairs if name.lower() != "traceparent"]
+            pairs.append(("traceparent", trail.trace.outward))
         if trail.committed:
             # The client has a head without Content-Encoding already.
             pairs = [(name, value) for name, value in pairs if name.lower() != "accept-encoding"]
@@ -313,4 +334,6 @@ class Decisions:
             metrics.errors.labels(metrics.model(trail.model), trail.code).inc()
         if trail.client_retry:
             metrics.client_retries.labels(metrics.model(trail.model)).inc()
+        if trail.trace is not None and self._tracer is not None:
+            self._tracer.ended(trail)
         self._log.write(trail)

@@ -14,7 +14,7 @@
 --       8 :preloaded       set     models
 -- ARGV  1 scale_up | preload | displace | scale_down | snapshot
 --       2 JSON: model, operation (the id a new one gets), reason, target, replica, inflight (incarnation -> requests),
---         ttl_s of a settled operation, the prefixes operation_key, job_key, host_jobs_key, starts_key, tenure_key, and
+--         trace, ttl_s of a settled operation, the prefixes operation_key, job_key, host_jobs_key, starts_key, tenure_key, and
 --         group (absent: in none): members, models, pinned, ttl_ms;   scale_up: yields
 --         displace: model (who has to go), asker (who waits), min_tenure_ms, detail
 -- Returns {verdict, operation as JSON or ""}; verdict: created | joined | refused (a failure stands) | missing (no such
@@ -62,6 +62,7 @@ end
 local function write_operation(kind, jobs)
   local operation = {
     id = args.operation, kind = kind, model = args.model, reason = args.reason, target = args.target, jobs = jobs,
+    trace = args.trace,
     state = #jobs > 0 and 'running' or 'succeeded', created_ms = now_ms, updated_ms = now_ms,
   }
   local text = encode(operation)
@@ -73,7 +74,7 @@ end
 local function write_job(kind, id, queue, replica, incarnation)
   local job = {
     id = id, kind = kind, model = args.model, operation = args.operation, reason = args.reason,
-    replica = replica, incarnation = incarnation, detail = args.detail or '',
+    replica = replica, incarnation = incarnation, detail = args.detail or '', trace = args.trace,
   }
   redis.call('HSET', args.job_key .. id, 'record', cjson.encode(job), 'fence', 0, 'owner', '', 'attempts', 0)
   redis.call('ZADD', queue, now_ms, id)

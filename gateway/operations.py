@@ -100,18 +100,19 @@ class Operations:
         self._events = events
         self._sharing = sharing
 
-    async def scale_up(self, model: str, target: int, reason: Reason, *, yields: bool = False) -> Outcome | None:
+    async def scale_up(self, model: str, target: int, reason: Reason, *, yields: bool = False, trace: str = "") -> Outcome | None:
         """At least ``target`` replicas of ``model``, admitted or on their way.
 
         Args:
             yields: nobody waits for them; whom somebody waits for comes first.
+            trace: ``traceparent`` of the operation, when somebody traces it.
 
         Returns None when a failure stands against the model; only ``admin`` may try in spite of it.
 
         Raises:
             Crowded: the model's group is full.
         """
-        return await self._run("scale_up", model, reason, target=target, yields=yields)
+        return await self._run("scale_up", model, reason, target=target, yields=yields, trace=trace)
 
     async def preload(self, model: str) -> Outcome | None:
         """One replica of ``model``, if nobody has called this since the installation started; else None.
@@ -168,7 +169,8 @@ class Operations:
 
     async def _run(self, command: str, model: str, reason: Reason, **arguments: Any) -> Outcome | None:
         sharing = self._sharing(model)
-        usual: dict[str, Any] = {"target": 0, "replica": "", "inflight": {}, "ttl_s": OPERATION_TTL_S, "reason": reason}
+        usual: dict[str, Any] = {"target": 0, "replica": "", "inflight": {}, "ttl_s": OPERATION_TTL_S}
+        usual |= {"reason": reason, "trace": ""}
         group: dict[str, Any] = {} if sharing is None else {"group": {**sharing._asdict(), "ttl_ms": WAITING_TTL_MS}}
         verdict, text = await self._store.run(
             command,

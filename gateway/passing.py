@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from gateway.fastpath import FastPath, FastProtocol
 
 
-_ID, _MARK, _LENGTH = "x-request-id", "\0", "\1"
+_ID, _TRACE, _MARK, _LENGTH = "x-request-id", "traceparent", "\0", "\1"
 """Marks stand where a head differs from the next one. No header of a plain request has them in it, nor has a replica's."""
 _MAX_FRAMES = 64
 """Replicas come and go while a connection stays."""
@@ -309,15 +309,19 @@ def _request(decide: Decisions, order: Order, replica: Replica, host: str) -> by
     else:
         if len(frames) >= _MAX_FRAMES:
             frames.clear()
-        frames[host] = _frame(decide.outgoing(order, replica), host, order.head.id)
+        frames[host] = _frame(decide.outgoing(order, replica), host, order.head.id, traced=order.trail.trace is not None)
     before, after = frames[host]
-    return b"%b%b%b%d\r\n\r\n%b" % (before, order.head.id.encode(), after, body.size, body.data)
+    id, trace = order.head.id, order.trail.trace
+    if trace is not None:
+        id = f"{id}\r\n{_TRACE}: {trace.outward}"
+    return b"%b%b%b%d\r\n\r\n%b" % (before, id.encode(), after, body.size, body.data)
 
 
-def _frame(outgoing: Outgoing, host: str, id: str) -> tuple[bytes, bytes]:
-    """The request's head before its id, and between that and the body's length."""
+def _frame(outgoing: Outgoing, host: str, id: str, *, traced: bool) -> tuple[bytes, bytes]:
+    """The request's head before its id, and between that and the body's length. A trace of ours goes with the id."""
     lines = [f"POST {outgoing.path} HTTP/1.1\r\nHost: {host}"]
-    lines += [f"{name}: {_MARK if name == _ID and value == id else value}" for name, value in outgoing.headers]
+    headers = [pair for pair in outgoing.headers if not (traced and pair[0] == _TRACE)]
+    lines += [f"{name}: {_MARK if name == _ID and value == id else value}" for name, value in headers]
     lines.append("Content-Length: ")
     before, after = "\r\n".join(lines).encode("latin-1").split(_MARK.encode())
     return before, after

@@ -185,9 +185,10 @@ class Proxy:
 
     async def _wait(self, order: Order, claim: Claim, down: Downstream) -> Replica:
         trail, ticket = order.trail, order.ticket
-        trail.phase = "held"
+        self._decide.held(order)
         holding = order.holding = order.holding or self._holding(order, down)
         promised_s, before_s = self._eta.wait_s(order.model, claim.position), ticket.waited_s
+        replica = None
         try:
             replica = await hold.until_granted(holding, claim, down, self._eta)
             self._metrics.promised(order.model, promised_s, ticket.waited_s - before_s)
@@ -196,6 +197,7 @@ class Proxy:
             self._metrics.waited(trail, "cancelled", ticket.waited_s)
             raise
         finally:
+            self._decide.released(order, replica)
             trail.waited_s, trail.committed = ticket.waited_s, holding.committed
 
     def _holding(self, order: Order, down: Downstream) -> Holding:

@@ -75,6 +75,8 @@ class Scaler:
         self._places: dict[str, tuple[float, float]] = {}
         self.on_trigger: Callable[[str, Outcome], None] = lambda model, outcome: None
         """Called with the model and what its request for replicas led to."""
+        self.trace: Callable[[str], str] = lambda model: ""
+        """The ``traceparent`` of an operation that is about to be asked for."""
 
     def place_s(self, model: str) -> float:
         """Seconds until a model that found its group full may be expected to have a place; 0 for any other."""
@@ -134,7 +136,8 @@ class Scaler:
             return
         target, reason = missing
         try:
-            outcome = await self._operations.scale_up(model, target, reason, yields=not self._reporter.own_demand(model))
+            yields, trace = not self._reporter.own_demand(model), self.trace(model)
+            outcome = await self._operations.scale_up(model, target, reason, yields=yields, trace=trace)
         except Crowded as crowded:
             await self._make_room(model, crowded)
             return

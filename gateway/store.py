@@ -27,6 +27,7 @@ from gateway.permits import SETTLE_S, TENURE_S, TTL_S, Grant, Wish, payload
 from policies.limits import SHARE, Claim, Settled
 from policies.replica import Replica
 from policies.tasks import MAX_TASKS, TASK_TTL_S, Progress, Task
+from policies.tracing import Span
 from policies.wire import RECENT, REPORT_TTL_MS, SCHEMA, Failure, GatewayReport, Hint, HostReport, Keys, Operation, StageKey
 
 T = TypeVar("T", bound=BaseModel)
@@ -177,6 +178,12 @@ class Store:
             counts = {field: number for field, text in tallies[name].items() if (number := _number(text)) is not None}
             found[name] = HostNumbers(report is not None, counts, gauges)
         return {name: found[name] for name in names if name not in gone}
+
+    async def take_spans(self, most: int) -> Sequence[Span]:
+        """Spans that restorers have left, the oldest first; nobody else gets them any more."""
+        with _translated():
+            texts = await self._client.lpop(self.keys.spans, most)
+        return [span for text in texts or () if (span := _decoded(Span, text)) is not None]
 
     async def operation(self, id: str) -> Operation | None:
         with _translated():

@@ -23,16 +23,27 @@ class Trace:
     hold: str
     """Id of the span of its being held, if it is."""
     asking: str
-    """Id of the span of its being sent to a replica."""
+    """Id of the span of its being answered by a replica."""
+    held_at: float | None = None
+    """Loop time at which it began to wait."""
+    sent_at: float | None = None
+    """Loop time at which it went to a replica, the last time."""
+    peer: tuple[str, int, str] = ("", 0, "")
+    """Address and port of that replica, and the kind of its engine."""
     cause: Context | None = None
-    """The start that it waited for."""
+    """The operation that brought the replica that it waited for."""
 
     @property
     def id(self) -> str:
         return self.own.trace
 
+    @property
+    def outward(self) -> str:
+        """The ``traceparent`` that the replica gets."""
+        return Context(self.own.trace, self.asking).header
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, eq=False)
 class Trail:
     """One request. Times are seconds; counts of tokens are the engine's own."""
 

@@ -16,10 +16,12 @@ from pydantic import AfterValidator, Field, JsonValue, ValidationError, field_va
 from policies.balance import Balance
 from policies.groups import Group
 from policies.holding import Bounds, Hold
-from policies.observing import Metrics
+from policies.observing import Metrics, Tracing
+from policies.reading import Restore
 from policies.retention import Retention
 from policies.scalars import Bytes, Count, PositiveSeconds, Seconds, Section
 from policies.schedule import Window
+from policies.storage import Storage
 from policies.tenancy import Tenant
 from policies.trust import Trust
 
@@ -164,6 +166,7 @@ class Model(Section):
     total_timeout_s: PositiveSeconds | None = None
     """From dispatch to the end of the response; None: for as long as it moves."""
     snapshot: SnapshotPolicy = SnapshotPolicy()
+    restore: Restore = Restore()
     canary: Canary = Canary()
 
     @model_validator(mode="after")
@@ -276,6 +279,7 @@ class Config(Section):
     gateway: Gateway = Gateway()
     restorer: Restorer = Restorer()
     store: Store = Store()
+    storage: Storage = Storage()
     tenants: Mapping[str, Tenant] = {}
     """Who may ask. None: there are no API keys and everybody is one tenant."""
     groups: Mapping[str, Group] = {}
@@ -285,6 +289,7 @@ class Config(Section):
     trust: Trust = Trust()
     """Whose snapshots may be restored on this host, and what may be in them."""
     metrics: Metrics = Metrics()
+    tracing: Tracing = Tracing()
     state_dir: Annotated[str, Field(pattern="^/")] = "/var/lib/rewake"
     """Snapshots, engine logs and verification stamps; on a disk with room for them."""
     run_dir: Annotated[str, Field(pattern="^/")] = "/run/rewake"

@@ -186,10 +186,12 @@ class MappedFile(_Record):
     path: str
     bytes: int
     sha256: str
+    touched: int | None = None
+    """Bytes of it that the rehearsal's canary touched; None: there was no rehearsal."""
     build_id: str | None = None
     """Hex; what its linker named it, if it is an ELF file with a name."""
 
-    OPTIONAL = frozenset({"build_id"})
+    OPTIONAL = frozenset({"build_id", "touched"})
 
 
 class Exchange(_Record):
@@ -274,6 +276,8 @@ class Manifest(_Record):
     """Bytes handed to the file system while it was made."""
     gpu: GpuState | None = None
     """None: the engine used no GPU."""
+    canary_s: float | None = None
+    """Seconds in which the donor itself answered its canary."""
     needs: Needs | None = None
     secrets: tuple[str, ...] | None = None
     """What in the donor's environment and command is a secret by its name (:mod:`policies.secrets`); never a value. None: a
@@ -286,7 +290,7 @@ class Manifest(_Record):
     chunks: ChunkIndex | None = None
     """None: made as format 1, before there were lists of chunks."""
 
-    OPTIONAL = frozenset({"gpu", "needs", "secrets", "engine_version", "model_revision", "chunks"})
+    OPTIONAL = frozenset({"gpu", "needs", "secrets", "engine_version", "model_revision", "chunks", "canary_s"})
 
     @property
     def id(self) -> str:

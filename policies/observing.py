@@ -1,9 +1,16 @@
-"""Who may look at the metrics."""
+"""Who may look at the metrics, and which requests are traced, where to."""
 
 from __future__ import annotations
 
-from policies.scalars import Section
+from collections.abc import Mapping
+from typing import Annotated
+
+from pydantic import Field
+
+from policies.scalars import Count, Section
 from policies.tenancy import KeyHash
+
+Endpoint = Annotated[str, Field(pattern=r"^https?://[^\s/]+(/\S*)?$")]
 
 
 class Metrics(Section):
@@ -11,3 +18,17 @@ class Metrics(Section):
 
     keys: tuple[KeyHash, ...] = ()
     """Hashes of the keys that ``GET /metrics`` needs (``rewake key`` makes one); none: everybody may read it."""
+
+
+class Tracing(Section):
+    """OpenTelemetry. Needs the ``tracing`` extra; without an endpoint nothing of it is even loaded."""
+
+    endpoint: Endpoint | None = None
+    """Where spans are sent by OTLP over HTTP, such as ``http://127.0.0.1:4318/v1/traces``. None: no request is traced."""
+    headers: Mapping[str, str] = {}
+    """Sent along with them, for a collector that wants a key."""
+    sample: Annotated[float, Field(ge=0, le=1)] = 0.05
+    """Part of the requests that are traced. One whose client says (``traceparent``) that it is, or is not, is as it says; one
+    that has to be held is traced unless its client says no."""
+    queue: Count = 2048
+    """Requests whose spans may wait to be sent; more are dropped and counted."""

@@ -119,7 +119,11 @@ class Stage(BaseModel):
     seconds: float
     bytes: int | None = None
     tier: str | None = None
-    """What the bytes were read from or written to: ``memory``, ``page cache``, ``disk``."""
+    """What the bytes were read from or written to: ``memory``, ``page cache``, ``disk``, ``mixed``."""
+    cached: float | None = None
+    """Share of them that lay in the page cache when it began."""
+    floor_s: float | None = None
+    """Seconds that it takes at the least on its host; 0: it could be done without. None: unknown."""
     begun_ms: int = 0
     """Wall-clock time of its beginning, for people; 0 when nobody noted it."""
 
@@ -148,6 +152,12 @@ class Replica(BaseModel):
     reason: str = ""
     """Why it is cold, failed, stopped or quarantined."""
     stages: tuple[Stage, ...] = ()
+    took_s: float | None = None
+    """From its job's claim to its admission, in seconds."""
+    choices: tuple[str, ...] = ()
+    """How its snapshot was read, and why so."""
+    floor_s: float | None = None
+    """What a restore of it takes at the least on its host, in seconds; see :mod:`policies.floor`. None: unknown."""
     trace: str = ""
     """``traceparent`` of its start, when somebody traces that."""
     updated_ms: int = 0

@@ -9,9 +9,9 @@ import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from policies.replica import Replica
 from policies.wire import JobKind, SnapshotSummary
@@ -19,6 +19,7 @@ from restorer.errors import CanaryDiffers, Cancelled, RestorerError
 from restorer.host import Host
 from restorer.tally import Tally
 
+T = TypeVar("T")
 _BEGUN = time.time()
 _UNKNOWN_TIER = "unknown"
 _STATES = ("fits", "unfit", "quarantined")
@@ -69,10 +70,12 @@ def _moved(tally: Tally, record: Replica) -> None:
             tally.inc("restore_bytes", record.model, stage.name, stage.tier or _UNKNOWN_TIER, by=stage.bytes)
 
 
-def faulty(tally: Tally, model: str, kind: str, faults: Sized) -> None:
-    """Faults of one kind that were found in a snapshot."""
-    if faults:
-        tally.inc("snapshot_faults", model, kind, by=len(faults))
+def faulty(tally: Tally, model: str, kind: str, faults: Iterable[T]) -> list[T]:
+    """The faults of one kind that were found in a snapshot, counted."""
+    found = list(faults)
+    if found:
+        tally.inc("snapshot_faults", model, kind, by=len(found))
+    return found
 
 
 @contextmanager

@@ -30,6 +30,8 @@ class Can:
     """Capture an engine, and restore it in another box."""
     sleep: bool = False
     """Keep an engine that serves nobody, and wake it."""
+    fill: bool = False
+    """Leave a restored tree stopped, for its memory to be filled from outside."""
     clone: bool = False
     """Have several replicas of one snapshot at once."""
 

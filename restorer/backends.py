@@ -25,7 +25,7 @@ class OwnCriu(Backend):
     """
 
     name = "criu"
-    can = Can(snapshot=True, clone=True)
+    can = Can(snapshot=True, fill=True, clone=True)
 
     def __init__(self, criu: Criu | None, capability: str) -> None:
         self._criu = criu

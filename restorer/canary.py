@@ -7,6 +7,7 @@ its adapter and an HTTP client; what follows from a difference is decided elsewh
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,8 +34,10 @@ class Verdict:
     """The first difference: where, expected, found."""
 
 
-async def record(client: httpx.AsyncClient, engine: HttpEngine) -> tuple[Exchange, ...]:
-    """The donor's answers. Everything is asked twice: a donor that does not repeat itself cannot vouch for a replica.
+async def record(client: httpx.AsyncClient, engine: HttpEngine) -> tuple[tuple[Exchange, ...], float]:
+    """(the donor's answers, the seconds that it took for them when it was asked again).
+
+    Everything is asked twice: a donor that does not repeat itself cannot vouch for a replica.
 
     Raises:
         SnapshotError: the two answers differ, or hold no token.
@@ -44,13 +47,15 @@ async def record(client: httpx.AsyncClient, engine: HttpEngine) -> tuple[Exchang
     for path, body in engine.canary_requests():
         answer, tokens = engine.essence(_parse(await engine.ask(client, path, body)))
         exchanges.append(Exchange(path=path, request=body, answer=answer, tokens=tokens))
+    begun = time.perf_counter()
     verdict = await check(client, engine, exchanges)
+    seconds = time.perf_counter() - begun
     if not verdict.equal:
         raise SnapshotError(
             f"donor is not stable: asked the same twice, {engine.name} answered differently ({verdict.difference}); a snapshot "
             "of it could not be verified: let it run one request at a time without caches or random choices, or leave it cold"
         )
-    return tuple(exchanges)
+    return tuple(exchanges), seconds
 
 
 async def check(client: httpx.AsyncClient, engine: HttpEngine, exchanges: Sequence[Exchange]) -> Verdict:

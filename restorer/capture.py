@@ -8,14 +8,14 @@ turned the rehearsal off.
 from __future__ import annotations
 
 import asyncio
-import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from policies import reading
 from policies.manifest import Exchange, GpuState, Manifest, MappedFile, Profile
-from restorer import accounts, canary, gpustate, inventory, pages
+from restorer import accounts, canary, gpustate, inventory, pages, prefetch
 from restorer.box import Box
 from restorer.criu import GHOST_LIMIT
 from restorer.errors import CanaryDiffers, EngineDied, SnapshotError
@@ -26,8 +26,8 @@ from restorer.snapshots import Staging, capture_tree
 from restorer.stages import Stages
 
 _QUIET_S = 10.0
-_MANY_CORES = 8
-"""From so many on, and for engines on a GPU, memory is filled by many threads rather than by CRIU; with few it gains nothing."""
+_FILL_BYTES = 64 << 20
+"""Dumps that are smaller are left to CRIU whole; from here on, threads that fill memory are worth it."""
 
 
 async def capture(
@@ -46,11 +46,11 @@ async def capture(
         with stages.timed("record canary"):
             async with connect(donor) as client:
                 await donor.engine.quiesce(client)
-                exchanges = await canary.record(client, donor.engine)
+                exchanges, canary_s = await canary.record(client, donor.engine)
                 # The canary left its traces too.
                 await donor.engine.quiesce(client)
         async with gpustate.asleep(host, donor, stages, keep=keep) as gpu:
-            return await _dumped(host, donor, _Draft(profile, exchanges, cold_start_s, gpu), stages)
+            return await _dumped(host, donor, _Draft(profile, exchanges, canary_s, cold_start_s, gpu), stages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,7 @@ class _Draft:
 
     profile: Profile
     exchanges: tuple[Exchange, ...]
+    canary_s: float
     cold_start_s: float
     gpu: GpuState | None
 
@@ -75,13 +76,14 @@ async def _dumped(host: Host, donor: Instance, known: _Draft, stages: Stages) ->
                 for number, folder in enumerate(_scratch(box)):
                     await asyncio.to_thread(capture_tree, folder, staging.scratch / str(number))
                 stage.bytes = await asyncio.to_thread(_size, staging.path)
-            if donor.engine.gpus or (os.cpu_count() or 1) >= _MANY_CORES:
+            if backend.can.fill and stage.bytes >= _FILL_BYTES:
+                rates = await host.speed.measured() if host.speed else None
                 with stages.timed("take memory out") as stage, disk_space("moving memory aside", staging.path):
-                    stage.bytes = await asyncio.to_thread(pages.take_out, staging.images, huge=True)
+                    stage.bytes = await asyncio.to_thread(pages.take_out, staging.images, huge=reading.huge(rates).on)
             draft = _draft(host, donor, known, pids, files, private)
             if host.model(known.profile.model).snapshot.rehearse:
                 with stages.timed("rehearse"):
-                    await _rehearse(host, donor, staging, draft)
+                    draft = prefetch.noted(draft, await _rehearse(host, donor, staging, draft))
             with stages.timed("publish") as stage:
                 manifest = await asyncio.to_thread(host.snapshots.commit, staging, draft)
                 stage.bytes = manifest.bytes
@@ -140,11 +142,15 @@ def _draft(
         bytes=0,
         bytes_written=0,
         gpu=known.gpu,
+        canary_s=round(known.canary_s, 4),
     )
 
 
-async def _rehearse(host: Host, donor: Instance, staging: Staging, draft: Manifest) -> None:
-    """Restore what is staged beside the stopped donor, on the GPUs that the donor has left, and compare."""
+async def _rehearse(host: Host, donor: Instance, staging: Staging, draft: Manifest) -> Mapping[str, int]:
+    """Restore what is staged beside the stopped donor, on the GPUs that the donor has left, and compare.
+
+    Returns path -> bytes that the canary touched, of every file that is mapped.
+    """
     box, placement, engine = await host.boxes.take(), None, donor.engine
     try:
         if draft.gpu is not None:
@@ -153,6 +159,7 @@ async def _rehearse(host: Host, donor: Instance, staging: Staging, draft: Manife
         replica = await gpustate.revive(host, box, engine, draft, staging.path, Stages(), placement)
         async with connect(replica) as client:
             verdict = await canary.check(client, engine, draft.canary)
+        touched = await asyncio.to_thread(prefetch.touched, replica.pid)
         await gpustate.settle(replica)
     except EngineDied as error:
         raise SnapshotError(f"the rehearsal's engine died: {error}") from error
@@ -160,6 +167,7 @@ async def _rehearse(host: Host, donor: Instance, staging: Staging, draft: Manife
         await asyncio.shield(host.discard(box))
     if not verdict.equal:
         raise CanaryDiffers(f"the rehearsal did not repeat the donor's answers: {verdict.difference}; nothing was published")
+    return touched
 
 
 def _size(folder: Path) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 
@@ -15,7 +16,11 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
+from policies import floor
 from policies.manifest import GpuState
+from policies.replica import Replica, Stage
+
+_SAY_S = 10.0
 
 
 def when(ms: int) -> str:
@@ -25,7 +30,9 @@ def when(ms: int) -> str:
 
 def size(count: int) -> str:
     """Bytes, for people."""
-    return f"{count / (1 << 30):.2f} GiB" if count >= 1 << 30 else f"{count / (1 << 20):.1f} MiB"
+    if count >= 1 << 30:
+        return f"{count / (1 << 30):.2f} GiB"
+    return f"{count / (1 << 20):.1f} MiB" if count >= 50 << 10 else f"{count / (1 << 10):.1f} KiB"
 
 
 def on_gpu(state: GpuState | None) -> str:
@@ -57,14 +64,44 @@ def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     console.print(table)
 
 
+def print_start(record: Replica) -> None:
+    """Where the time of a replica's start went, stage by stage, and why it was read as it was; nothing of one that has none."""
+    if not record.stages:
+        return
+    account = floor.account(record)
+    print(f"\n{record.id}" + (f": {account.text}" if account else ""))
+    print_table(["STAGE", "TOOK", "FLOOR", "BYTES", "FROM"], [_stage_row(stage) for stage in record.stages])
+    for choice in record.choices:
+        print(choice)
+
+
+def _stage_row(stage: Stage) -> list[str]:
+    least = "-" if stage.floor_s is None else f"{stage.floor_s:.3f} s"
+    source = stage.tier or "-"
+    if stage.tier == "mixed" and stage.cached is not None:
+        source = f"page cache {stage.cached:.0%}, disk {1 - stage.cached:.0%}"
+    return [stage.name, f"{stage.seconds:.3f} s", least, "-" if stage.bytes is None else size(stage.bytes), source]
+
+
 @contextlib.contextmanager
-def bytes_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar with rate and estimate on a terminal, nothing elsewhere; yields a function that is told the bytes done."""
-    console = _console(stderr=True)
+def bytes_bar(what: str, total: int) -> Iterator[Callable[[int, int], None]]:
+    """A bar with rate and estimate on a terminal, a line now and then elsewhere; yields what is told (bytes done, in all)."""
+    console, began, said = _console(stderr=True), time.monotonic(), time.monotonic()
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda done: bar.update(task, completed=done)
+        task = bar.add_task(what, total=total or None)
+
+        def show(done: int, all_of_it: int) -> None:
+            nonlocal said
+            bar.update(task, completed=done, total=all_of_it)
+            now = time.monotonic()
+            if not console.is_terminal and now - said >= _SAY_S and done:
+                said, rate = now, done / (now - began)
+                left = (all_of_it - done) / rate
+                line = f"{what}: {size(done)} of {size(all_of_it)}, {rate / 1e6:.0f} MB/s, {left:.0f} s left"
+                print(line, file=sys.stderr, flush=True)
+
+        yield show
 
 
 @contextlib.contextmanager

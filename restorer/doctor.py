@@ -8,18 +8,27 @@ from __future__ import annotations
 
 import asyncio
 import os
+import ssl
 from collections.abc import Awaitable, Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from policies.config import Config, Model
-from restorer import embedded, gpudoctor, probes, rundir
-from restorer.errors import Environment
+from cryptography import x509
+
+from policies.config import Config, Model, Tls
+from policies.floor import forecast_s
+from policies.manifest import Manifest
+from restorer import embedded, floor, gpudoctor, probes, rundir
+from restorer.errors import Environment, RestorerError
 from restorer.keyring import KeyRing
 from restorer.ownership import way_to
 from restorer.probes import Finding
+from restorer.snapshots import SnapshotStore
+from restorer.stamps import Stamps
 
 _DEADLINE_S = 40.0
 _STORE_S = 5.0
+_RENEW = timedelta(days=14)
 
 
 async def examine(config: Config) -> list[Finding]:
@@ -48,14 +57,18 @@ async def examine(config: Config) -> list[Finding]:
         "gpu": probes.gpu(),
         "account": asyncio.to_thread(account, config),
         "run_dir": asyncio.to_thread(run_dir, config),
+        **({"tls": asyncio.to_thread(tls, config.gateway.tls)} if config.gateway.tls else {}),
         "ownership": asyncio.to_thread(ownership, config),
         "trust": asyncio.to_thread(trust, config),
     }
     if any(model.engine.backend == "runc" for model in config.models.values()):
         checks["runc"] = probes.runc(restorer.runc)
-    gpus = asyncio.create_task(_gpus(config))
+    looking = asyncio.create_task(_gpus(config))
     found = await asyncio.gather(*(_within(name, check) for name, check in checks.items()))
-    return [*found, *await gpus, *(finding for name, model in config.models.items() for finding in _model(name, model))]
+    gpus, pcie = await looking
+    # After the rest: what else runs here would be taken for a slow host.
+    rates = await speed(config, pcie)
+    return [*found, *rates, *gpus, *(finding for name, model in config.models.items() for finding in _model(name, model))]
 
 
 async def criu(config: Config) -> Finding:
@@ -127,6 +140,25 @@ def trust(config: Config) -> Finding:
     return Finding("trust", "ok", f"{ring.trust.demand}: {', '.join(sorted(keys))}{signs}")
 
 
+def tls(pair: Tls) -> Finding:
+    """The certificate and its key fit together, and for how long."""
+    mend = "mend gateway.tls: PEM files, the server's own certificate first, readable by whoever runs `rewake up`"
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(pair.certificate, pair.key, password=lambda: b"")
+        own = x509.load_pem_x509_certificates(Path(pair.certificate).read_bytes())[0]
+    except ssl.SSLError as error:
+        return Finding("tls", "fail", f"{pair.certificate} and {pair.key} are no pair: {error.reason or error}", mend)
+    except (OSError, ValueError) as error:
+        return Finding("tls", "fail", f"{getattr(error, 'filename', None) or pair.certificate}: {error}", mend)
+    left = own.not_valid_after_utc - datetime.now(UTC)
+    until = f"{own.not_valid_after_utc:%Y-%m-%d}"
+    if left.total_seconds() <= 0:
+        return Finding("tls", "fail", f"the certificate ended on {until}", "renew it: new files are taken up within seconds")
+    if left < _RENEW:
+        return Finding("tls", "warn", f"the certificate ends on {until}", "renew it: new files are taken up within seconds")
+    return Finding("tls", "ok", f"certificate and key fit, until {until}")
+
+
 def _model(name: str, model: Model) -> Iterator[Finding]:
     program = Path(model.engine.command[0])
     if not program.is_file():
@@ -145,12 +177,41 @@ def _model(name: str, model: Model) -> Iterator[Finding]:
         yield Finding(f"models.{name}.weights", "warn", "none listed", remedy)
 
 
-async def _gpus(config: Config) -> list[Finding]:
+async def speed(config: Config, pcie: float | None) -> list[Finding]:
+    """How fast this host is, measured anew, and what that makes of each model's newest snapshot."""
+    state = Path(config.state_dir)
+    if not await asyncio.to_thread(state.is_dir):
+        return [Finding("speed", "warn", f"not measured: {state} is not there yet", "run this again when Rewake has run once")]
+    try:
+        rates = await floor.measure(state, pcie=pcie)
+        newest = await asyncio.to_thread(_newest, config)
+    except (RestorerError, OSError) as error:
+        return [Finding("speed", "warn", f"not measured: {error}", "run this as root; see dmesg if it hangs")]
+    disk = f"disk {rates.disk / 1e9:.2f} GB/s, {rates.disk_cached / 1e9:.2f} through the page cache"
+    memory = f"{rates.fill / 1e9:.2f} GB/s, {rates.fill_huge / 1e9:.2f} in huge pages, {rates.cache / 1e9:.2f} of what is cached"
+    found = [Finding("speed", "ok", f"{disk}; fresh memory {memory}")]
+    for name, manifest in newest.items():
+        cold, warm = (forecast_s(manifest, rates, cached=cached) for cached in (0.0, 1.0))
+        text = f"a restore takes {cold:.2f} s from the disk, {warm:.2f} s from the page cache, at the least"
+        found.append(Finding(f"models.{name}.floor", "ok", text))
+    return found
+
+
+def _newest(config: Config) -> dict[str, Manifest]:
+    state, found = Path(config.state_dir), dict[str, Manifest]()
+    if (state / "snapshots").is_dir():
+        for manifest in SnapshotStore(state / "snapshots", Stamps(state / "stamps.cli.json")).list():
+            if manifest.profile.model in config.models:
+                found.setdefault(manifest.profile.model, manifest)
+    return found
+
+
+async def _gpus(config: Config) -> tuple[list[Finding], float | None]:
     try:
         async with asyncio.timeout(_DEADLINE_S):
             return await gpudoctor.examine(config)
     except TimeoutError:
-        return [Finding("gpu helper", "fail", "no answer in time", "the driver hangs; see dmesg and nvidia-smi")]
+        return [Finding("gpu helper", "fail", "no answer in time", "the driver hangs; see dmesg and nvidia-smi")], None
 
 
 async def _within(name: str, check: Awaitable[Finding]) -> Finding:

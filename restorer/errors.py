@@ -77,6 +77,12 @@ class Environment(RestorerError):
     kind = "environment"
 
 
+class RemoteFailed(RestorerError):
+    """A store outside this host does not do what it is asked: unreachable, no such bucket, no right, no room."""
+
+    kind = "environment"
+
+
 class InUse(RestorerError):
     """What was to be removed is used by somebody, or what was to be used is being removed. Says by whom."""
 

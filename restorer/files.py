@@ -97,33 +97,38 @@ def hash_file(path: Path) -> str:
 
 
 def hash_fd(fd: int, tap: Callable[[int, memoryview], None] | None = None) -> str:
-    """:func:`hash_file` of an open file; moves its position.
-
-    Args:
-        tap: told the offset and content of all data, in order, in whole pages of 4 KiB but for the last; holes are left out.
-    """
+    """:func:`hash_file` of an open file; moves its position. ``tap`` is told what :func:`read_data` finds."""
     facts = os.fstat(fd)
     if not stat.S_ISREG(facts.st_mode):
         raise OSError(errno.EINVAL, "not a regular file")
-    digest, at = hashlib.sha256(), 0
-    buffer = memoryview(bytearray(min(_CHUNK, max(facts.st_size, 1))))
-    for start, end in _whole_pages(data_extents(fd, facts.st_size), facts.st_size):
-        _zeros(digest, start - at)
-        at = start
-        while at < end:
-            piece = buffer[: end - at]
-            filled = 0
+    digest, done = hashlib.sha256(), 0
+    for at, piece in read_data(fd, facts.st_size):
+        _zeros(digest, at - done)
+        digest.update(piece)
+        if tap is not None:
+            tap(at, piece)
+        done = at + len(piece)
+    _zeros(digest, facts.st_size - done)
+    return digest.hexdigest()
+
+
+def read_data(fd: int, size: int) -> Iterator[tuple[int, memoryview]]:
+    """(offset, content) of all data of an open file of ``size`` bytes, in order, in whole pages of 4 KiB but for the last; holes
+    are left out. The content is valid until the next is asked for.
+
+    Raises:
+        OSError: it cannot be read, or shrank meanwhile.
+    """
+    buffer = memoryview(bytearray(min(_CHUNK, max(size, 1))))
+    for start, end in _whole_pages(data_extents(fd, size), size):
+        for at in range(start, end, len(buffer)):
+            piece, filled = buffer[: end - at], 0
             while filled < len(piece):
                 count = os.preadv(fd, [piece[filled:]], at + filled)
                 if count == 0:
-                    raise OSError(errno.EIO, f"shrank from {facts.st_size} to {at + filled} bytes while it was read")
+                    raise OSError(errno.EIO, f"shrank from {size} to {at + filled} bytes while it was read")
                 filled += count
-            digest.update(piece)
-            if tap is not None:
-                tap(at, piece)
-            at = at + len(piece)
-    _zeros(digest, facts.st_size - at)
-    return digest.hexdigest()
+            yield at, piece
 
 
 def _whole_pages(extents: Iterator[tuple[int, int]], size: int) -> Iterator[tuple[int, int]]:
@@ -136,9 +141,8 @@ def _whole_pages(extents: Iterator[tuple[int, int]], size: int) -> Iterator[tupl
             done = last
 
 
-def data_extents(fd: int, size: int) -> Iterator[tuple[int, int]]:
-    """(start, end) of every run of data in an open file of ``size`` bytes; what lies between is holes."""
-    at = 0
+def data_extents(fd: int, size: int, at: int = 0) -> Iterator[tuple[int, int]]:
+    """(start, end) of every run of data in an open file of ``size`` bytes, from ``at`` on; what lies between is holes."""
     while at < size:
         try:
             start = os.lseek(fd, at, os.SEEK_DATA)

@@ -1,43 +1,42 @@
-"""What of this host's GPUs works, measured, and how fast a restore could be at best: the GPU lines of ``rewake doctor``.
+"""What of this host's GPUs works, measured: the GPU lines of ``rewake doctor``.
 
 Asks the driver through the same helper as the restorer does, so that what it says is what a start would meet.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
-from pathlib import Path
 
 from policies.config import Config
-from policies.manifest import GpuFacts, Manifest
+from policies.manifest import GpuFacts
 from restorer import cuda
 from restorer.cuda import Cuda
 from restorer.errors import RestorerError
 from restorer.hostfacts import NVIDIA
 from restorer.probes import Finding
-from restorer.snapshots import SnapshotStore
-from restorer.stamps import Stamps
 
 _GIB = 1 << 30
 _SLOW_BYTES_S = 8e9
 """Less than this from pinned memory is a link that has not trained, or is shared."""
-_COPY_BYTES = 256 << 20
 _MINIMUM_DRIVER = 570
 
 
-async def examine(config: Config) -> list[Finding]:
-    """Findings about the GPUs and about each model that wants some; none where neither is."""
+async def examine(config: Config) -> tuple[list[Finding], float | None]:
+    """(findings about the GPUs and about each model that wants some, bytes a second from pinned memory to the slowest GPU).
+
+    No finding where neither is; None where no link was measured.
+    """
     wanting = {name: model for name, model in config.models.items() if model.engine.gpu.count}
     if not config.restorer.gpu_helper and not NVIDIA.exists():
         remedy = "run it on a host with an NVIDIA driver, or set engine.gpu.count: 0"
-        return [Finding(f"models.{name}.gpu", "fail", "no NVIDIA driver is here", remedy) for name in wanting]
+        return [Finding(f"models.{name}.gpu", "fail", "no NVIDIA driver is here", remedy) for name in wanting], None
     helper = Cuda(cuda.command(config.restorer.gpu_helper))
     try:
         facts = await helper.facts()
         rates = await _bandwidths(helper, facts)
     except RestorerError as error:
-        return [Finding("gpu helper", "fail" if wanting else "warn", str(error), "pip install 'rewake[gpu]', and see nvidia-smi")]
+        remedy = "pip install 'rewake[gpu]', and see nvidia-smi"
+        return [Finding("gpu helper", "fail" if wanting else "warn", str(error), remedy)], None
     finally:
         await helper.close()
     found = [*_facts(facts), *_links(facts, rates)]
@@ -46,18 +45,7 @@ async def examine(config: Config) -> list[Finding]:
         if model.engine.gpu.count > most:
             text = f"{model.engine.gpu.count} GPUs asked for, {most} here"
             found.append(Finding(f"models.{name}.gpu", "fail", text, f"lower models.{name}.engine.gpu.count"))
-    return [*found, *_floors(config, min((rate for rate in rates.values() if rate), default=0.0))]
-
-
-def floor_s(manifest: Manifest, pcie: float, copy: float) -> float:
-    """Seconds that moving a snapshot's bytes takes at the least: its memory, then its GPU state; its weights beside both.
-
-    Args:
-        pcie: bytes a second from pinned memory to a GPU. copy: bytes a second that one core copies within memory.
-    """
-    assert manifest.gpu is not None
-    one_after_another = manifest.bytes / copy + manifest.gpu.state_bytes / pcie
-    return max(one_after_another, max((weights.bytes for weights in manifest.gpu.weights), default=0) / pcie)
+    return found, min((rate for rate in rates.values() if rate), default=None)
 
 
 async def _bandwidths(helper: Cuda, facts: GpuFacts) -> dict[str, float]:
@@ -111,29 +99,3 @@ def _links(facts: GpuFacts, rates: dict[str, float]) -> Iterator[Finding]:
             )
         else:
             yield Finding(f"gpu {number}", "ok", found)
-
-
-def _floors(config: Config, pcie: float) -> Iterator[Finding]:
-    """What a restore of each model's newest GPU snapshot takes at the least on this host."""
-    state = Path(config.state_dir)
-    if not pcie or not (state / "snapshots").is_dir():
-        return
-    newest: dict[str, Manifest] = {}
-    for manifest in SnapshotStore(state / "snapshots", Stamps(state / "stamps.json")).list():
-        if manifest.gpu is not None and manifest.profile.model in config.models:
-            newest.setdefault(manifest.profile.model, manifest)
-    copy = _copy_rate() if newest else 0.0
-    for name, manifest in newest.items():
-        assert manifest.gpu is not None
-        weights = sum(one.bytes for one in manifest.gpu.weights)
-        moved = f"{manifest.bytes / _GIB:.1f} GiB of memory, {weights / _GIB:.1f} GiB of weights"
-        yield Finding(f"models.{name}.floor", "ok", f"{floor_s(manifest, pcie, copy):.2f} s to move {moved}, at the least")
-
-
-def _copy_rate() -> float:
-    """Bytes a second that one core copies within memory, pages there already."""
-    source, target = memoryview(bytearray(_COPY_BYTES)), memoryview(bytearray(_COPY_BYTES))
-    target[:] = source
-    begun = time.perf_counter()
-    target[:] = source
-    return _COPY_BYTES / (time.perf_counter() - begun)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import httpx
 
-from policies import compat
+from policies import compat, reading
 from policies.manifest import Allocation, GpuState, Manifest, Weights
 from restorer import inventory, pagecache
 from restorer.box import Box
@@ -101,12 +101,12 @@ async def revive(
         ToolFailed, ToolHung, EngineDied, EngineNotReady, Environment: it failed; the box must be killed.
         SnapshotError: the scratch is unusable, or the weights are not what they were.
     """
-    backend = host.backend(engine.name)
+    backend, direct = host.backend(engine.name), reading.direct(engine.model.restore, host.rates).on
     if manifest.gpu is None or placement is None:
-        return await resurrect(backend, box, engine, manifest, folder, stages)
+        return await resurrect(backend, box, engine, manifest, folder, stages, direct=direct)
     state = manifest.gpu
     async with _delivery(host, box, state, placement) as delivery:
-        instance = await resurrect(backend, box, engine, manifest, folder, stages)
+        instance = await resurrect(backend, box, engine, manifest, folder, stages, direct=direct)
         await _awaken(host, instance, state, placement, delivery, stages)
     return instance
 

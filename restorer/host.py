@@ -16,6 +16,7 @@ from pathlib import Path
 
 from policies import compat
 from policies.config import Config, Model
+from policies.floor import Rates
 from policies.manifest import HostFacts, Manifest, Profile
 from policies.wire import SnapshotSummary
 from restorer import backends, cuda, hostfacts, inventory, profile
@@ -24,6 +25,7 @@ from restorer.box import Box, BoxFactory
 from restorer.criu import Criu
 from restorer.cuda import Cuda
 from restorer.errors import RestorerError
+from restorer.floor import Speed
 from restorer.gpus import Gpus
 from restorer.holds import users_of
 from restorer.integrity import MANIFEST
@@ -106,6 +108,8 @@ class Host:
     """What signatures are worth under the configuration in force."""
     backends: Mapping[str, Backend] = field(default_factory=dict)
     """By their names."""
+    speed: Speed | None = None
+    """How fast this host is."""
     news: News = field(default_factory=News)
     tally: Tally = field(default_factory=Tally)
     _gone: dict[str, Model] = field(default_factory=dict)
@@ -115,6 +119,16 @@ class Host:
         """Settings of a model that the configuration has, or had while this process ran."""
         found = self.config.models.get(name)
         return self._gone[name] if found is None else found
+
+    @property
+    def rates(self) -> Rates | None:
+        """How fast this host is; None: not measured."""
+        return None if self.speed is None else self.speed.rates
+
+    async def pcie(self) -> float | None:
+        """Bytes a second from pinned memory to the slowest GPU; None: there is none. Takes a moment for each."""
+        found = [await self.cuda.bandwidth(gpu.uuid) for gpu in (self.facts.gpu and self.facts.gpu.gpus) or ()]
+        return min(found, default=None)
 
     def backend(self, name: str) -> Backend:
         """The backend of a model."""
@@ -234,7 +248,7 @@ def build(config: Config, store_url: str, *, stamps_file: str = "stamps.json") -
     helper = Cuda(cuda.command(config.restorer.gpu_helper))
     jobs = JobStore(store_url, config.store.namespace, name)
     criu = None if binary is None else Criu(binary, config.restorer.criu_timeout_s)
-    return Host(
+    host = Host(
         config=config,
         name=name,
         jobs=jobs,
@@ -252,6 +266,8 @@ def build(config: Config, store_url: str, *, stamps_file: str = "stamps.json") -
         judge=judge,
         backends=backends.build(config.restorer, criu, capability),
     )
+    host.speed = Speed(state, host.pcie)
+    return host
 
 
 async def find_gpus(host: Host) -> None:

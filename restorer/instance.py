@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 
 from policies.manifest import Manifest
-from restorer import inventory, pagecache, pages
+from restorer import filling, inventory, pagecache, pages
 from restorer.backend import Backend
 from restorer.box import Box
 from restorer.engines import HttpEngine
@@ -109,8 +109,13 @@ async def ignite(backend: Backend, box: Box, engine: HttpEngine, visible: Sequen
     return instance, time.perf_counter() - begun
 
 
-async def resurrect(backend: Backend, box: Box, engine: HttpEngine, manifest: Manifest, folder: Path, stages: Stages) -> Instance:
+async def resurrect(
+    backend: Backend, box: Box, engine: HttpEngine, manifest: Manifest, folder: Path, stages: Stages, *, direct: bool
+) -> Instance:
     """Restore the engine whose images and scratch are in ``folder`` into an empty box.
+
+    Args:
+        direct: read big memory that the page cache does not hold past it.
 
     Raises:
         ToolFailed, ToolHung: the tool failed. EngineDied: the tree is gone again. SnapshotError: the scratch is unusable.
@@ -122,41 +127,43 @@ async def resurrect(backend: Backend, box: Box, engine: HttpEngine, manifest: Ma
             stage.bytes += await asyncio.to_thread(lay_tree, folder / "scratch" / str(number), targets[name])
     images = folder / "images"
     bulk = await asyncio.to_thread(pages.taken_out, images)
-    async with _filling(bulk) as (filling, prepared):
+    bulky = bulk.paths if bulk else ()
+    async with _filling(bulk, direct) as (filler, prepared):
         with stages.timed("restore processes") as stage:
-            files = [*images.glob("pages-*.img"), *(bulk.paths if bulk else ())]
-            stage.tier = await asyncio.to_thread(pagecache.tier, files)
-            stage.bytes = sum(path.stat().st_blocks * 512 for path in images.iterdir()) - (bulk.bytes if bulk else 0)
+            # Before it begins: afterwards it is in the page cache.
+            filled_from = await asyncio.to_thread(pagecache.share, bulky)
+            stage.of(*await asyncio.to_thread(pagecache.share, [path for path in images.iterdir() if path not in bulky]))
             await backend.restore(box, engine, images, (*manifest.criu_options, *(("--leave-stopped",) if bulk else ())))
         numbers: Mapping[int, int] = {}
         pid = box.host_pid(manifest.root_pid)
         if pid is None:
             raise EngineDied(f"the restored engine ended at once; its log ends: {last_words(box)}")
-        if bulk is not None and filling is not None:
+        if bulk is not None and filler is not None:
             with stages.timed("fill memory") as filled:
-                filled.bytes, filled.tier = bulk.bytes, stage.tier
+                filled.of(*filled_from)
+                filled.bytes = bulk.bytes
                 await prepared
                 numbers = await asyncio.to_thread(inventory.numbers, pid)
-                await asyncio.to_thread(filling.put_back, numbers)
+                await asyncio.to_thread(filler.put_back, numbers)
                 # From here, since a tool that enters the box first takes as long as a tenth of all this.
                 proceed(numbers.values())
     return Instance(box, engine, manifest.root_pid, pid, numbers)
 
 
 @contextlib.asynccontextmanager
-async def _filling(bulk: pages.Bulk | None) -> AsyncIterator[tuple[pages.Filling | None, asyncio.Future[None]]]:
+async def _filling(bulk: pages.Bulk | None, direct: bool) -> AsyncIterator[tuple[filling.Filling | None, asyncio.Future[None]]]:
     """What puts big memory back, and the first step of it under way; nothing of it is left when this ends."""
     if bulk is None:
         yield None, asyncio.get_running_loop().create_future()
         return
-    filling = pages.Filling(bulk)
-    preparing = asyncio.create_task(asyncio.to_thread(filling.prepare))
+    filler = filling.Filling(bulk, direct=direct)
+    preparing = asyncio.create_task(asyncio.to_thread(filler.prepare))
     try:
-        yield filling, preparing
+        yield filler, preparing
     finally:
-        filling.stop()
+        filler.stop()
         await asyncio.shield(asyncio.gather(preparing, return_exceptions=True))
-        await asyncio.shield(asyncio.to_thread(filling.close))
+        await asyncio.shield(asyncio.to_thread(filler.close))
 
 
 def _died(instance: Instance) -> EngineDied:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -107,6 +107,8 @@ class JobStore:
         self._client: Any = redis.asyncio.from_url(url, retry=Retry(NoBackoff(), 1), **common)
         self._listener: Any = redis.asyncio.from_url(url, retry=Retry(NoBackoff(), 0), health_check_interval=5, **common)
         self._script = self._client.register_script(Path(__file__).with_name("jobs.lua").read_text())
+        self.on_settled: Callable[[Claim, Outcome, Replica | None], None] = lambda claim, outcome, record: None
+        """Called when a job has ended, with its replica's last record if there is one."""
         self._queues = [self.keys.host_jobs(host), self.keys.jobs]
 
     async def close(self) -> None:
@@ -189,6 +191,7 @@ class JobStore:
         )
         if not done:
             raise LeaseLost(f"job {job.id}: another claim of it exists")
+        self.on_settled(claim, outcome, record)
 
     async def replicas(self) -> dict[str, Replica]:
         """Every replica record."""

@@ -22,8 +22,9 @@ from pydantic import ValidationError
 from policies.config import Config, ConfigError, parse
 from policies.replica import COMING
 from policies.wire import Operation, OperationState
+from restorer import rundir
 from restorer.listening import base_url
-from restorer.rundir import TOKEN
+from restorer.rundir import TOKEN, Address
 
 FAILED, USAGE = 1, 2
 DEFAULTS = (Path("rewake.yaml"), Path("/etc/rewake/rewake.yaml"))
@@ -87,18 +88,31 @@ def load(given: Path | None) -> tuple[Path, Config]:
         raise Failed(f"{path} has faults:\n{error}", USAGE) from None
 
 
-def _trust(config: Config) -> ssl.SSLContext | bool:
+def _trust(certificate: str | None) -> ssl.SSLContext | bool:
     """Trust the gateway's own certificate and no other, whatever name it is for: it is on this machine, and we know its file."""
-    if config.gateway.tls is None:
+    if certificate is None:
         return True
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     try:
-        context.load_verify_locations(config.gateway.tls.certificate)
+        context.load_verify_locations(certificate)
     except OSError as error:
-        raise Failed(f"{config.gateway.tls.certificate}: gateway.tls.certificate cannot be used: {error}") from None
+        raise Failed(f"{certificate}: gateway.tls.certificate cannot be used: {error}") from None
     return context
+
+
+def _address(config: Config) -> Address:
+    """Where the gateway is: as the `rewake up` that runs has written down, or as the configuration says."""
+    found = rundir.address(Path(config.run_dir), Path(config.state_dir))
+    if found is not None:
+        return found
+    if config.gateway.port == 0:
+        raise Failed(
+            "gateway.port is 0 and no `rewake up` runs here, so nobody knows where the gateway listens; set a port", USAGE
+        )
+    certificate = None if config.gateway.tls is None else config.gateway.tls.certificate
+    return Address(url=base_url(config), certificate=certificate, run_dir=config.run_dir)
 
 
 class Admin:
@@ -109,16 +123,15 @@ class Admin:
     """
 
     def __init__(self, config: Config) -> None:
-        if config.gateway.port == 0:
-            raise Failed("gateway.port is 0, so nobody knows where the gateway listens; set a port", USAGE)
-        self._base = base_url(config)
-        self._token_file = Path(config.run_dir) / TOKEN
+        address = _address(config)
+        self._base = address.url
+        self._token_file = Path(address.run_dir) / TOKEN
         # Loopback is never behind a proxy, and the token must not travel through one.
         self._client = httpx.Client(
             base_url=f"{self._base}/admin/v1",
             headers={"Authorization": f"Bearer {self._token()}"},
             trust_env=False,
-            verify=_trust(config),
+            verify=_trust(address.certificate),
         )
 
     def __enter__(self) -> Admin:
@@ -130,6 +143,17 @@ class Admin:
     def replicas(self) -> list[dict[str, Any]]:
         """Every replica's record with ``inflight``, by slot."""
         return sorted(self.call("GET", "replicas")["replicas"], key=lambda replica: str(replica["id"]))
+
+    def overview(self, after: str = "", wait_s: float = 0.0) -> dict[str, Any]:
+        """Everything at a glance; what came after version ``after``, or as it is ``wait_s`` seconds later."""
+        return self.call("GET", "overview", query={"after": after, "wait": f"{wait_s:g}"}, more_s=wait_s)
+
+    def metrics(self) -> str:
+        """What the gateway shows to Prometheus."""
+        try:
+            return self._client.get(f"{self._base}/metrics", timeout=_CALL_S).raise_for_status().text
+        except httpx.HTTPError as error:
+            raise Failed(f"no metrics at {self._base}: {error}") from None
 
     def replica(self, name: str) -> dict[str, Any]:
         """One replica, by its slot or its incarnation."""
@@ -179,8 +203,7 @@ class Admin:
         except httpx.HTTPError as error:
             said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             raise Failed(
-                f"no gateway answers at {self._base} ({said}); is `rewake up` running with this configuration? If gateway.host, "
-                "port or tls was changed in it since, name the old file with -c, or reload with SIGHUP"
+                f"no gateway answers at {self._base} ({said}); is `rewake up` running with this configuration?"
             ) from None
         if answer.status_code == httpx.codes.UNAUTHORIZED:
             raise Failed(

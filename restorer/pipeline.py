@@ -14,7 +14,7 @@ from policies.compat import Mismatch
 from policies.manifest import GpuState, Manifest
 from policies.replica import Event, Replica, State, advance
 from policies.wire import Failure, JobKind, OperationState
-from restorer import accounts, canary, gpustate
+from restorer import accounts, canary, gpustate, prefetch
 from restorer.box import Box
 from restorer.capture import capture
 from restorer.engines import HttpEngine, adapter
@@ -35,6 +35,8 @@ from restorer.host import Host, Match, log
 from restorer.instance import Instance, connect, ignite, last_words
 from restorer.integrity import verify_files
 from restorer.jobs import Claim, LeaseLost, Outcome, StoreUnavailable, demand
+from restorer.prefetch import Touched
+from restorer.reckoning import reckoned, told
 from restorer.replicas import Replicas
 from restorer.stages import Stages
 from restorer.suspended import Suspended
@@ -55,6 +57,7 @@ class Attempt:
         self.stages = host.progress.stages(claim.job)
         model = host.model(claim.job.model)
         self.engine = adapter(claim.job.model, model)
+        self.source: Manifest | None = None
         self.record = Replica(
             id=claim.job.replica,
             model=claim.job.model,
@@ -63,6 +66,7 @@ class Attempt:
             host=host.name,
             port=model.engine.port,
             concurrency=model.concurrency,
+            trace=claim.job.trace,
         )
 
     def moved(self, event: Event, **changes: Any) -> Replica:
@@ -166,12 +170,13 @@ async def _resumed(attempt: Attempt, match: Match, manifest: Manifest, suspended
         raise
 
 
-async def _proved(attempt: Attempt, instance: Instance, manifest: Manifest) -> None:
+async def _proved(attempt: Attempt, instance: Instance, manifest: Manifest, touched: Touched | None = None) -> None:
     """It repeats the donor's answers; raises CanaryDiffers otherwise."""
-    with accounts.compared(attempt.host.tally, attempt.record.model):
-        with attempt.stages.timed("canary"):
-            async with connect(instance) as client:
-                verdict = await canary.check(client, attempt.engine, manifest.canary)
+    with accounts.compared(attempt.host.tally, attempt.record.model), attempt.stages.timed("canary") as stage:
+        if touched is not None:
+            stage.of(touched.cached, touched.bytes)
+        async with connect(instance) as client:
+            verdict = await canary.check(client, attempt.engine, manifest.canary)
         if not verdict.equal:
             raise CanaryDiffers(f"the replica does not repeat its donor's answers: {verdict.difference}")
 
@@ -218,9 +223,11 @@ async def _restored_from(attempt: Attempt, manifest: Manifest) -> Instance:
             # A suspended engine was tried first, and the point of no return is passed.
             await attempt.amend(**changes)
         folder = host.snapshots.folder(manifest.id)
-        instance = await gpustate.revive(host, box, attempt.engine, manifest, folder, attempt.stages, placement)
-        await attempt.advance(Event.UP)
-        await _proved(attempt, instance, manifest)
+        async with prefetch.beside(manifest.files, attempt.engine.model.restore) as touched:
+            instance = await gpustate.revive(host, box, attempt.engine, manifest, folder, attempt.stages, placement)
+            await attempt.advance(Event.UP)
+            await _proved(attempt, instance, manifest, touched)
+        attempt.source = manifest
         return instance
     except (EngineDied, EngineNotReady) as error:
         words = last_words(box)
@@ -257,19 +264,16 @@ async def _verify_bytes(attempt: Attempt, manifest: Manifest) -> None:
     Raises:
         SnapshotError: an object changed. HostIncompatible: a file of this host that the engine maps has changed.
     """
-    host = attempt.host
+    host, model = attempt.host, attempt.record.model
     with attempt.stages.timed("verify bytes") as stage:
         stage.bytes = manifest.bytes
-        faults = list(await asyncio.to_thread(host.snapshots.verify, manifest, full=False))
-        accounts.faulty(host.tally, attempt.record.model, "bytes", faults)
+        faults = accounts.faulty(host.tally, model, "bytes", await asyncio.to_thread(host.snapshots.verify, manifest, full=False))
         if manifest.gpu is not None:
-            found = await asyncio.to_thread(host.weights.verify, manifest.gpu.weights)
-            accounts.faulty(host.tally, attempt.record.model, "weights", found)
-            faults += found
+            wrong = await asyncio.to_thread(host.weights.verify, manifest.gpu.weights)
+            faults += accounts.faulty(host.tally, model, "weights", wrong)
         if faults:
             raise SnapshotError(f"snapshot {manifest.id} was changed: " + "; ".join(map(str, faults[:_SHOWN])))
-        changed = await asyncio.to_thread(verify_files, manifest, host.stamps)
-        accounts.faulty(host.tally, attempt.record.model, "file", changed)
+        changed = accounts.faulty(host.tally, model, "file", await asyncio.to_thread(verify_files, manifest, host.stamps))
     if changed:
         remedy = "bring the donor's version back, or make a new snapshot with `rewake snapshot create`"
         raise HostIncompatible([Mismatch(f"file {fault.path}", fault.expected, fault.found, remedy) for fault in changed])
@@ -307,7 +311,9 @@ async def _cold(attempt: Attempt, match: Match, event: Event, why: str) -> Insta
 
 async def _admit(attempt: Attempt, instance: Instance, replicas: Replicas) -> None:
     """Open traffic: one write makes the record ADMITTED and the job settled."""
-    admitted = attempt.moved(Event.ADMIT, address=instance.box.address)
+    changes = reckoned(attempt.stages, attempt.source, attempt.engine.model.restore, attempt.host.rates)
+    admitted = attempt.moved(Event.ADMIT, address=instance.box.address, **changes)
+    told(admitted)
     try:
         # First on this host's disk, so that a restorer that dies here finds an engine that it may or may not adopt.
         instance.box.remember(record=admitted.model_dump(mode="json"), inner_pid=instance.inner_pid)

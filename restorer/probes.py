@@ -50,9 +50,8 @@ _WRITE_BYTES = 64 << 20
 _CAPABILITIES = {
     "CAP_NET_ADMIN": 12,
     "CAP_SYS_CHROOT": 18,
-    "CAP_SYS_PTRACE": 19,
     "CAP_SYS_ADMIN": 21,
-    "CAP_CHECKPOINT_RESTORE": 40,
+    "CAP_SYS_TIME": 25,
 }
 _OWN_LINK = re.compile(r"rw[0-9a-f]{8}")
 _USERFAULTFD = {"x86_64": 323, "aarch64": 282}

@@ -12,6 +12,7 @@ import contextlib
 import time
 from dataclasses import dataclass, field
 
+from policies.replica import Stage
 from policies.tasks import Progress
 from policies.wire import Job
 from restorer.jobs import JobStore, StoreUnavailable
@@ -81,6 +82,10 @@ class ProgressBoard:
         work.due.set()
         self._work[id] = work, asyncio.create_task(self._tell(work))
         return work
+
+    def done(self, id: str) -> tuple[Stage, ...]:
+        """The finished stages of what goes on; of nothing when it never began."""
+        return tuple(self._work[id][0].stages.done) if id in self._work else ()
 
     async def end(self, id: str) -> None:
         """It is over, however it went; nothing when it never began."""

@@ -22,6 +22,7 @@ from restorer.errors import Environment
 
 TOKEN = "admin-token"
 _LOCK = "up.lock"
+_ADDRESS = "up.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +157,55 @@ def lock(run_dir: Path) -> Iterator[Lock]:
         yield held
     finally:
         os.close(fd)
+
+
+class Address(BaseModel):
+    """Where the gateways of a `rewake up` are reached, whatever the configuration file says by now."""
+
+    url: str
+    certificate: str | None = None
+    """The file of the one that they show; None: no TLS."""
+    run_dir: str
+
+
+def announce(at: Address, state_dir: Path) -> None:
+    """Write the address where commands look for it: also in the state folder, for one whose run folder was changed meanwhile.
+
+    Raises:
+        Environment: it cannot be written.
+    """
+    for path in (Path(at.run_dir) / _ADDRESS, state_dir / _ADDRESS):
+        try:
+            temporary = path.with_suffix(".new")
+            temporary.write_text(at.model_dump_json())
+            temporary.replace(path)
+        except OSError as error:
+            raise Environment(f"{path}: {error.strerror}; set run_dir and state_dir to folders that you may write") from None
+
+
+def address(run_dir: Path, state_dir: Path) -> Address | None:
+    """Of the `rewake up` that runs now with one of these folders; None: none does, or it is not ours to know."""
+    for folder in (run_dir, state_dir):
+        with contextlib.suppress(OSError, ValidationError):
+            path = folder / _ADDRESS
+            # The admin token is sent there.
+            if path.lstat().st_uid in (0, os.geteuid()):
+                found = Address.model_validate_json(path.read_bytes())
+                if _held(Path(found.run_dir) / _LOCK):
+                    return found
+    return None
+
+
+def _held(lock: Path) -> bool:
+    """A `rewake up` has it; one that has ended, or was killed, has left its files but not its lock."""
+    fd = os.open(lock, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
 
 
 class _Holder(BaseModel):

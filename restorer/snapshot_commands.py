@@ -15,12 +15,16 @@ from typing import Annotated, Any
 
 import typer
 
+from policies import reading
 from policies.config import Config
+from policies.floor import forecast_s
 from policies.manifest import Manifest
 from policies.trust import shown
 from restorer.commands import OK, AsJson, ConfigFile, NoWait, Timeout, finish, model_named
 from restorer.console import bytes_bar, on_gpu, print_json, print_table, size, when
+from restorer.copies import list_remote
 from restorer.errors import SnapshotError
+from restorer.floor import known
 from restorer.holds import users_of
 from restorer.operator import FAILED, Admin, Failed, load
 from restorer.signatures import Judge
@@ -42,9 +46,15 @@ def create(model: str, config: ConfigFile = None, no_wait: NoWait = False, timeo
 
 
 @snapshots.command("ls")
-def ls(config: ConfigFile = None, json_: AsJson = False) -> None:
-    """List the snapshots of this host."""
+def ls(
+    config: ConfigFile = None,
+    json_: AsJson = False,
+    remote: Annotated[str | None, typer.Option("--remote", metavar="NAME", help="List what this remote has instead.")] = None,
+) -> None:
+    """List the snapshots of this host, or those that a remote has copies of."""
     parsed = load(config)[1]
+    if remote is not None:
+        return list_remote(parsed, remote, json_)
     store, judge = store_of(parsed), judge_of(parsed)
     found = [_summary(store, manifest, judge) for manifest in store.list()]
     whole = {summary["id"] for summary in found}
@@ -78,6 +88,7 @@ def show(id: str, config: ConfigFile = None, json_: AsJson = False) -> None:
         "FILES": f"{len(manifest.files)} outside the snapshot must be unchanged",
         "CANARY": f"{len(manifest.canary)} requests, {sum(exchange.tokens for exchange in manifest.canary)} tokens",
         "PROCESSES": f"{len(manifest.pids)} pids and tids under {manifest.root_pid}",
+        **_restores(parsed, manifest),
         "FOLDER": str(store.folder(manifest.id)),
     }
     print_table(["SNAPSHOT", manifest.id], list(rows.items()))
@@ -92,7 +103,7 @@ def verify(id: str, config: ConfigFile = None, json_: AsJson = False) -> None:
     verdict = judge_of(parsed).judge(store.folder(manifest.id), manifest)
     total = sum(item.bytes for item in manifest.objects)
     with store.use(manifest.id), bytes_bar(manifest.id, total) as report:
-        faults = [*store.verify(manifest.id, full=True, progress=lambda done, _: report(done))]
+        faults = [*store.verify(manifest.id, full=True, progress=report)]
     faults += [*verify_files(manifest, _stamps(parsed)), *verify_weights(manifest, Path(parsed.state_dir), _stamps(parsed))]
     seconds = time.monotonic() - began
     if json_:
@@ -118,6 +129,18 @@ def rm(ids: Annotated[list[str], typer.Argument(metavar="ID...")], config: Confi
     for id in dict.fromkeys(exact):
         store.remove(id)
         print(f"removed {id}")
+
+
+def _restores(config: Config, manifest: Manifest) -> dict[str, str]:
+    """What a restore of it does on this host, why, and what it takes at the least."""
+    rates, model = known(Path(config.state_dir)), config.models.get(manifest.profile.model)
+    rows = {}
+    if model is not None:
+        rows["RESTORE"] = "\n".join(reading.choices(model.restore, manifest, rates))
+    if rates is not None:
+        cold, warm = (forecast_s(manifest, rates, cached=cached) for cached in (0.0, 1.0))
+        rows["FLOOR"] = f"{cold:.2f} s from the disk, {warm:.2f} s from the page cache"
+    return rows
 
 
 def store_of(config: Config) -> SnapshotStore:

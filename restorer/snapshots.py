@@ -17,7 +17,6 @@ Knows nothing of CRIU, engines or jobs. Every method blocks: async callers use t
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import fcntl
 import json
@@ -26,7 +25,6 @@ import re
 import secrets
 import shutil
 import socket
-import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -34,13 +32,14 @@ from types import TracebackType
 
 from pydantic import ValidationError
 
-from policies.manifest import FORMATS, Manifest, SnapshotObject, canonical
-from restorer import chunks, holds, signatures
+from policies.manifest import FORMATS, Manifest, canonical
+from restorer import chunks, holds, objects, signatures
 from restorer.errors import SnapshotError
-from restorer.files import allocated, dig_holes, disk_space, fsync, fsync_tree, write_durable
+from restorer.files import allocated, disk_space, fsync, write_durable
 from restorer.holds import Hold, Users
-from restorer.integrity import FOLDERS, MANIFEST, Fault, differences, named, shape, strangers, verify_files
-from restorer.stamps import SETTLE_NS, THREADS, Stamps
+from restorer.integrity import MANIFEST, Fault, differences, named, shape, strangers, verify_files
+from restorer.partial import PREFIX, Partial
+from restorer.stamps import SETTLE_NS, Stamps
 from restorer.trees import capture_tree, lay_tree
 from restorer.weights import verify_weights
 
@@ -49,8 +48,10 @@ __all__ = ["Fault", "SnapshotStore", "Staging", "capture_tree", "lay_tree", "ver
 Signer = Callable[[bytes], tuple[str, bytes] | None]
 """A manifest's bytes -> (key id, signature), or None: it is not to be signed. Raises Environment."""
 _ID = re.compile(r"[0-9a-f]{16}")
-_DIG_FROM = 1 << 20
-"""Smaller files are not worth a process that looks for zeros in them."""
+
+
+_PULL_KEPT_S = 24 * 3600.0
+"""How long what a pull has got waits for the next one."""
 
 
 class Staging:
@@ -124,17 +125,19 @@ class SnapshotStore:
             Environment: the disk is full. SnapshotError: something staged cannot be an object.
         """
         with disk_space("committing a snapshot", self.root):
-            found = _objects(staging.path)
+            found = objects.found(staging.path)
             written = sum(min(size, allocated(staging.path / name)) for name, size in found.items())
-            _seal(staging.path, found)
+            objects.seal(staging.path, found)
             cutter = chunks.Cutter()
             hashes = self._stamps.sha256_all((staging.path / name for name in found), tap=cutter.tap)
-            objects = tuple(_object(staging.path, name, size, hashes[staging.path / name]) for name, size in found.items())
+            described = tuple(
+                objects.described(staging.path, name, size, hashes[staging.path / name]) for name, size in found.items()
+            )
             cut = cutter.finish()
             listed, index = chunks.encode({name: cut[staging.path / name] for name in found})
             manifest = draft.model_copy(
                 update={
-                    "objects": objects,
+                    "objects": described,
                     "bytes": allocated(staging.path),
                     "bytes_written": draft.bytes_written + written + len(listed),
                     "chunks": index,
@@ -143,6 +146,29 @@ class SnapshotStore:
             write_durable(staging.path / chunks.FILE, listed)
             self._publish(staging, manifest)
         return manifest
+
+    def receive(self, partial: Partial, manifest: Manifest, listed: bytes) -> None:
+        """Make what was pulled a snapshot, by the same steps as :meth:`commit`; every byte is compared with the manifest before.
+
+        Args:
+            listed: the list of chunks.
+
+        Raises:
+            Environment: the disk is full. SnapshotError: something is not what the manifest says.
+        """
+        with disk_space("committing a pulled snapshot", self.root):
+            write_durable(partial.path / chunks.FILE, listed)
+            objects.seal(
+                partial.path, {item.path: item.bytes for item in manifest.objects}, {i.path: i.mode for i in manifest.objects}
+            )
+            faults = [*strangers(partial.path, manifest)]
+            faults += [fault for item in named(manifest) if (fault := shape(partial.path, item)) is not None]
+            if not faults:
+                wanted = {str(partial.path / item.path): (item.path, item.sha256) for item in named(manifest)}
+                faults += differences(wanted, self._stamps.sha256_all(map(Path, wanted)))
+            if faults:
+                raise SnapshotError(f"what was pulled is not snapshot {manifest.id}: " + "; ".join(map(str, faults[:5])))
+            self._publish(partial, manifest, sign=False)
 
     def list(self) -> Sequence[Manifest]:
         """Every snapshot, newest first."""
@@ -238,9 +264,11 @@ class SnapshotStore:
         """
         removed = []
         for path in sorted(self.root.iterdir()):
-            staged = path.name.startswith(".staging-")
+            staged = path.name.startswith((".staging-", PREFIX))
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                if time.time() - path.lstat().st_mtime < older_than_s:
+                # What a pull has got stays a while, for the next one to go on with.
+                least_s = _PULL_KEPT_S if path.name.startswith(PREFIX) else older_than_s
+                if time.time() - path.lstat().st_mtime < least_s:
                     continue
                 if (staged or (_ID.fullmatch(path.name) and self._is_debris(path))) and not _is_locked(path):
                     (path / MANIFEST).unlink(missing_ok=True)
@@ -295,7 +323,7 @@ class SnapshotStore:
             self._manifests[id] = mark, manifest
         return manifest
 
-    def _publish(self, staging: Staging, manifest: Manifest) -> None:
+    def _publish(self, staging: Staging | Partial, manifest: Manifest, *, sign: bool = True) -> None:
         target = self.root / manifest.id
         if target.exists():
             # The id is a hash that covers the objects and the time: only a commit that never got its manifest can be there.
@@ -305,7 +333,7 @@ class SnapshotStore:
         staging.path, staging.images, staging.scratch = target, target / "images", target / "scratch"
         fsync(self.root)
         data = canonical(manifest)
-        signed = self.sign(data)
+        signed = self.sign(data) if sign else None
         if signed is not None:
             signatures.write(target, *signed)
         write_durable(target / MANIFEST, data)
@@ -331,38 +359,6 @@ class _Meter:
         self._done += self._sizes[path]
         if self._report is not None:
             self._report(self._done, self._total)
-
-
-def _objects(folder: Path) -> dict[str, int]:
-    """Path within the snapshot -> size, of every file staged, sorted by path."""
-    found = {}
-    for part in FOLDERS:
-        for parent, _, names in os.walk(folder / part):
-            for name in names:
-                path = Path(parent, name)
-                relative, facts = str(path.relative_to(folder)), path.lstat()
-                if not stat.S_ISREG(facts.st_mode):
-                    raise SnapshotError(f"{relative} is not a regular file, and cannot be part of a snapshot")
-                found[relative] = facts.st_size
-    return dict(sorted(found.items()))
-
-
-def _seal(folder: Path, found: dict[str, int]) -> None:
-    """Dig holes, take away write permission, make durable, and let the clock move on so that hashes can be remembered."""
-    with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-        list(pool.map(dig_holes, (folder / name for name, size in found.items() if size >= _DIG_FROM)))
-        for name in found:
-            (folder / name).chmod(0o400)
-        list(pool.map(fsync, (folder / name for name in found)))
-    fsync_tree(folder)
-    newest = max((os.lstat(folder / name).st_ctime_ns for name in found), default=0)
-    time.sleep(min(max(0, newest + SETTLE_NS + 1_000_000 - time.time_ns()), 2 * SETTLE_NS) / 1e9)
-
-
-def _object(folder: Path, name: str, size: int, sha256: str | OSError) -> SnapshotObject:
-    if isinstance(sha256, OSError):
-        raise sha256
-    return SnapshotObject(path=name, bytes=size, sha256=sha256, mode=stat.S_IMODE((folder / name).lstat().st_mode))
 
 
 def _is_locked(path: Path) -> bool:

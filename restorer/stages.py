@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from policies.replica import Stage
+from restorer.pagecache import named
 
 
 @dataclass(slots=True, eq=False)
@@ -17,13 +18,22 @@ class Timed:
     name: str
     bytes: int | None = None
     tier: str | None = None
+    cached: float | None = None
+
     begun: float = field(default_factory=time.perf_counter)
     begun_ms: int = field(default_factory=lambda: time.time_ns() // 1_000_000)
+
+    def of(self, cached: int, total: int) -> None:
+        """It reads so many bytes, of which so many lie in the page cache."""
+        self.bytes, self.tier = total, named(cached, total)
+        self.cached = round(cached / total, 4) if total else 1.0
 
     def record(self) -> Stage:
         """As it stands now."""
         seconds = round(time.perf_counter() - self.begun, 6)
-        return Stage(name=self.name, seconds=seconds, bytes=self.bytes, tier=self.tier, begun_ms=self.begun_ms)
+        return Stage(
+            name=self.name, seconds=seconds, bytes=self.bytes, tier=self.tier, cached=self.cached, begun_ms=self.begun_ms
+        )
 
 
 @dataclass(slots=True)
@@ -34,6 +44,12 @@ class Stages:
     """Called when a stage begins and when one ends; must not block or raise."""
     done: list[Stage] = field(default_factory=list)
     open: list[Timed] = field(default_factory=list)
+    begun: float = field(default_factory=time.perf_counter)
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since this clock was made, between stages too."""
+        return time.perf_counter() - self.begun
 
     @contextlib.contextmanager
     def timed(self, name: str) -> Iterator[Timed]:

@@ -71,7 +71,7 @@ def sign(
     signer = ring.signer()
     manifest = store.load(id)
     with store.use(manifest.id), bytes_bar(manifest.id, sum(item.bytes for item in manifest.objects)) as report:
-        faults = store.verify(manifest, full=True, progress=lambda done, _: report(done))
+        faults = store.verify(manifest, full=True, progress=report)
     if faults:
         raise Failed(f"snapshot {manifest.id} is not as it was made, and was not signed: {'; '.join(map(str, faults[:_SHOWN]))}")
     signed = ring.sign(canonical(manifest))

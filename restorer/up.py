@@ -29,8 +29,9 @@ from restorer.rundir import Account, Lock
 from restorer.steward import Steward, gateway_stop_s
 from restorer.supervisor import Child, Supervisor, end
 
-ROOT = Path(__file__).resolve().parents[1]
-"""Where the packages lie, whatever the current folder is."""
+ROOT = Path(__file__).absolute().parents[1]
+"""Where the packages lie, whatever the current folder is. Links stay as they are: what engines are told of it is part of their
+snapshots, and where a host's installation lies behind a link changes with every upgrade."""
 _STORE_S = 15.0
 _READY_S = 30.0
 _RESTORER_STOP_S = 60.0
@@ -156,6 +157,13 @@ class Up:
         await network.free(self.config.restorer.network)
         note = asyncio.ensure_future(self.note()) if self.note else None
         self._sockets = listening.bind(self.config)
+        tls = self.config.gateway.tls
+        at = rundir.Address(
+            url=base_url(self.config, self._sockets[0]),
+            certificate=None if tls is None else tls.certificate,
+            run_dir=self.config.run_dir,
+        )
+        rundir.announce(at, Path(self.config.state_dir))
         if not url:
             store, url = embedded.child(Path(self.config.run_dir), account)
             supervisor.start(store)

@@ -79,7 +79,7 @@ class WeightsStore:
             faults = differences(wanted, self._stamps.sha256_all(map(Path, wanted)))
             if faults or sum(part.bytes for part in parts) != sum(run.bytes for run in allocations):
                 raise SnapshotError("exported weights are not what the engine says: " + "; ".join(map(str, faults[:3])))
-            weights = Weights(digest=_digest(parts, allocations), parts=tuple(parts), allocations=tuple(allocations))
+            weights = Weights(digest=digest_of(parts, allocations), parts=tuple(parts), allocations=tuple(allocations))
             target = self.root / weights.digest
             if (target / INDEX).exists():
                 shutil.rmtree(staging)
@@ -153,7 +153,7 @@ class WeightsStore:
             weights = Weights.model_validate_json(data)
         except (OSError, ValidationError):
             return None
-        whole = canonical(weights) == data and digest == weights.digest == _digest(weights.parts, weights.allocations)
+        whole = canonical(weights) == data and digest == weights.digest == digest_of(weights.parts, weights.allocations)
         return weights if whole else None
 
 
@@ -163,7 +163,7 @@ def verify_weights(manifest: Manifest, state_dir: Path, stamps: Stamps) -> Seque
     return WeightsStore(state_dir / "weights", stamps).verify(sets, full=True) if sets else ()
 
 
-def _digest(parts: Sequence[WeightsPart], allocations: Sequence[Allocation]) -> str:
+def digest_of(parts: Sequence[WeightsPart], allocations: Sequence[Allocation]) -> str:
     lines = [*(f"{part.bytes} {part.sha256}" for part in parts), *(f"{run.bytes} {run.fingerprint}" for run in allocations)]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 

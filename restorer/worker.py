@@ -8,9 +8,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import deque
+from typing import Any
 
+from policies.floor import Rates
+from policies.replica import Replica
+from policies.tracing import SPANS_KEPT, Span
 from policies.wire import HostReport, JobKind, OperationState, SnapshotSummary
-from restorer import accounts, collector, pipeline
+from restorer import accounts, collector, pipeline, spans
 from restorer.accounts import Held
 from restorer.errors import Cancelled, RestorerError
 from restorer.host import Host, log
@@ -36,12 +41,16 @@ class Worker:
         self._tasks = Tasks(host)
         self._jobs: set[asyncio.Task[None]] = set()
         self._held: dict[str, Held] = {}
+        self._settled: dict[str, tuple[Outcome, Replica | None]] = {}
+        self._spans: deque[Span] = deque(maxlen=SPANS_KEPT)
         self._starting = 0
         self._due = asyncio.Event()
+        self._measuring: asyncio.Task[Rates | None] | None = None
 
     async def run(self, stop: asyncio.Event) -> None:
         """Work until ``stop`` is set; then undo and stop everything."""
         host = self._host
+        host.jobs.on_settled = self._note_end
         await host.find_gpus()
         await self._prepare()
         work = (self._listen(), self._keep_house(), self._claim_jobs(), self._tasks.run(), collector.run(host))
@@ -53,9 +62,10 @@ class Worker:
                 task.result()
         finally:
             waiter.cancel()
-            for task in [*loops, *self._jobs]:
+            ending: list[asyncio.Task[Any]] = [*loops, *self._jobs, *([self._measuring] if self._measuring else [])]
+            for task in ending:
                 task.cancel()
-            await asyncio.gather(*loops, *self._jobs, return_exceptions=True)
+            await asyncio.gather(*ending, return_exceptions=True)
             await self._tasks.close()
             await self._suspects.close()
             await self._replicas.stop_all(reason="the restorer was stopped", drain_s=_STOP_DRAIN_S)
@@ -132,6 +142,7 @@ class Worker:
         self._held[claim.job.id] = Held(claim.job.kind, time.monotonic())
         if claim.inherited:
             self._host.tally.inc("lease_takeovers", claim.job.kind)
+        begun_ns = time.time_ns()
         work = asyncio.create_task(self._work(claim))
         lease = asyncio.create_task(self._hold(claim))
         try:
@@ -145,8 +156,14 @@ class Worker:
             results = await asyncio.gather(work, lease, return_exceptions=True)
             self._note(claim, results[0])
             self._held.pop(claim.job.id, None)
+            stages, end = self._host.progress.done(claim.job.id), self._settled.pop(claim.job.id, None)
+            self._spans.extend(spans.of_job(claim, self._host.name, stages, begun_ns, time.time_ns(), end))
             await self._host.progress.end(claim.job.id)
         await self._host.boxes.fill()
+
+    def _note_end(self, claim: Claim, outcome: Outcome, record: Replica | None) -> None:
+        if claim.job.trace:
+            self._settled[claim.job.id] = outcome, record
 
     def _note(self, claim: Claim, result: BaseException | None) -> None:
         if isinstance(result, RestorerError):
@@ -207,10 +224,18 @@ class Worker:
                 await self._replicas.park_idle()
                 await self._suspects.look()
                 await self._replicas.suspended.expire()
+                if summaries and not self._jobs:
+                    self._measure()
             except StoreUnavailable as error:
                 log.warning("%s", error)
             tick += 1
             await asyncio.sleep(_TICK_S)
+
+    def _measure(self) -> None:
+        """How fast this host is, if that is not known: whoever restores next would like to know, and nobody waits for it now."""
+        speed = self._host.speed
+        if self._measuring is None and speed is not None and speed.rates is None:
+            self._measuring = asyncio.create_task(speed.measured())
 
     async def _report(self, summaries: tuple[SnapshotSummary, ...]) -> None:
         host, held, running = self._host, list(self._held.values()), len(self._replicas)
@@ -230,6 +255,9 @@ class Worker:
         except BaseException:
             host.tally.put_back(counted)
             raise
+        if self._spans:
+            finished = [self._spans.popleft() for _ in range(len(self._spans))]
+            await host.jobs.trace(finished)
 
     async def _forget_stages(self, snapshots: set[str]) -> None:
         """How long starts from a snapshot took is of no use when it is gone."""

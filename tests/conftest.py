@@ -36,7 +36,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 BOTH_PATHS = frozenset(
-    f"test_gateway_{name}" for name in ("callers", "cut", "hold", "late", "proxy", "reload", "replicas", "storm", "wire")
+    f"test_gateway_{name}"
+    for name in ("callers", "cut", "hold", "late", "proxy", "reload", "replicas", "storm", "tracing", "wire")
 )
 """Modules whose tests see the same gateway, whether its fast path serves a request or hands it over."""
 

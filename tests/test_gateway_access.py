@@ -112,6 +112,7 @@ def test_a_line_tells_all_facts_and_no_others() -> None:
             "bytes_out": 2000,
             "prompt_tokens": 7,
             "completion_tokens": 40,
+            "trace_id": "",
         }
     ]
 
@@ -206,7 +207,7 @@ def test_a_reader_that_is_gone_ends_the_log_and_nothing_else(caplog: pytest.LogC
 
 def test_every_fact_of_a_trail_is_either_logged_or_left_out_on_purpose() -> None:
     facts = {field.name for field in dataclasses.fields(Trail)}
-    renamed = {"id": "request_id", "first_byte_s": "ttft_s", "seconds": "duration_s"}
+    renamed = {"id": "request_id", "first_byte_s": "ttft_s", "seconds": "duration_s", "trace": "trace_id"}
     left_out = {"since", "asked", "committed", "client_retry"}
     (line,) = logged(trail())
     assert {renamed.get(fact, fact) for fact in facts - left_out} == line.keys() - {"time"}

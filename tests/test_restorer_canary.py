@@ -50,7 +50,7 @@ def client(answer: Callable[[httpx.Request], Any]) -> httpx.AsyncClient:
 
 async def donor() -> tuple[Exchange, ...]:
     async with client(Scripted(body())) as http:
-        return await record(http, ENGINE)
+        return (await record(http, ENGINE))[0]
 
 
 async def replica(*answers: str | int | Exception) -> Verdict:
@@ -62,7 +62,7 @@ async def replica(*answers: str | int | Exception) -> Verdict:
 async def test_the_donor_is_asked_everything_twice() -> None:
     engine = Scripted(body())
     async with client(engine) as http:
-        exchanges = await record(http, ENGINE)
+        exchanges, _ = await record(http, ENGINE)
     assert [asked["prompt"] for asked in engine.asked] == ["one", "two", "one", "two"]
     assert [(exchange.path, exchange.request["prompt"], exchange.tokens) for exchange in exchanges] == [
         ("/v1/completions", "one", 2),
@@ -145,7 +145,7 @@ async def test_what_was_recorded_survives_the_manifest_bit_for_bit() -> None:
     awkward = body("-0.12345678901234567890", text="é\u2028\x7f").replace("Paris", "\\ud83d")
     awkward = awkward.replace('"text": "', '"text": "\\ud83d')
     async with client(Scripted(awkward)) as http:
-        exchanges = await record(http, ENGINE)
+        exchanges, _ = await record(http, ENGINE)
         stored = [Exchange.model_validate_json(canonical(exchange)) for exchange in exchanges]
         assert stored == list(exchanges)
         assert (await check(http, ENGINE, stored)).equal

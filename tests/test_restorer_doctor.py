@@ -40,7 +40,7 @@ async def test_every_check_of_this_host_has_a_verdict_and_a_remedy_unless_ok(tmp
     assert list(findings) == [
         *("capabilities", "kernel", "criu", "tools", "namespaces", "veth", "ns_last_pid", "network", "io_uring"),
         *("userfaultfd", "huge pages", "cgroups", "store", "disk", "punch hole", "memory", "gpu", "account", "run_dir"),
-        *("ownership", "trust"),
+        *("ownership", "trust", "speed"),
         *("models.m", "models.m.weights"),
     ]
     assert all(finding.found for finding in findings.values())

@@ -9,10 +9,8 @@ from typing import Any
 
 import fake_cuda
 import pytest
-from test_policies_compat import manifest as any_manifest
 
 from policies.config import Config, parse
-from policies.manifest import GpuState, Weights, WeightsPart
 from restorer import doctor, gpudoctor
 
 
@@ -32,7 +30,7 @@ def changed(folder: Path, **facts: Any) -> None:
 
 
 async def test_a_host_in_order(tmp_path: Path) -> None:
-    found = await gpudoctor.examine(config(tmp_path, fake_cuda.written(tmp_path / "cuda", gpus=2)))
+    found, _ = await gpudoctor.examine(config(tmp_path, fake_cuda.written(tmp_path / "cuda", gpus=2)))
     assert [(one.name, one.ok) for one in found] == [
         ("gpu driver", "ok"),
         ("gpu persistence", "ok"),
@@ -59,25 +57,25 @@ async def test_a_host_in_order(tmp_path: Path) -> None:
 async def test_what_is_out_of_order_is_said_with_its_remedy(tmp_path: Path, facts: dict[str, Any], name: str, found: str) -> None:
     helper = fake_cuda.written(tmp_path / "cuda")
     changed(tmp_path / "cuda", **facts)
-    (finding,) = [one for one in await gpudoctor.examine(config(tmp_path, helper)) if one.name == name]
+    (finding,) = [one for one in (await gpudoctor.examine(config(tmp_path, helper)))[0] if one.name == name]
     assert (finding.ok, finding.found) == ("warn", found)
     assert finding.remedy
 
 
 async def test_more_gpus_than_there_are(tmp_path: Path) -> None:
-    found = await gpudoctor.examine(config(tmp_path, fake_cuda.written(tmp_path / "cuda"), gpus=2))
+    found, _ = await gpudoctor.examine(config(tmp_path, fake_cuda.written(tmp_path / "cuda"), gpus=2))
     assert (found[-1].name, found[-1].ok, found[-1].found) == ("models.m.gpu", "fail", "2 GPUs asked for, 1 here")
 
 
 async def test_a_link_that_cannot_be_measured_is_a_warning(tmp_path: Path) -> None:
     helper = fake_cuda.written(tmp_path / "cuda", total_bytes=1 << 20)
-    found = await gpudoctor.examine(config(tmp_path, helper))
+    found, _ = await gpudoctor.examine(config(tmp_path, helper))
     assert (found[-1].name, found[-1].ok) == ("gpu 0", "warn")
     assert "could not be measured" in found[-1].found
 
 
 async def test_a_helper_that_does_not_start_fails_what_wants_a_gpu(tmp_path: Path) -> None:
-    (finding,) = await gpudoctor.examine(config(tmp_path, ["/no/helper"]))
+    (finding,), _ = await gpudoctor.examine(config(tmp_path, ["/no/helper"]))
     assert (finding.name, finding.ok) == ("gpu helper", "fail")
     assert "/no/helper does not start" in finding.found
 
@@ -86,19 +84,7 @@ async def test_no_driver_is_a_failure_of_models_that_want_one_and_nothing_to_oth
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpudoctor, "NVIDIA", tmp_path / "none")
-    (finding,) = await gpudoctor.examine(config(tmp_path, None))
+    (finding,), _ = await gpudoctor.examine(config(tmp_path, None))
     assert (finding.name, finding.ok) == ("models.m.gpu", "fail")
-    assert await gpudoctor.examine(config(tmp_path, None, gpus=0)) == []
+    assert await gpudoctor.examine(config(tmp_path, None, gpus=0)) == ([], None)
     assert "models.m.gpu" in [one.name for one in await doctor.examine(config(tmp_path, None))]
-
-
-def test_the_floor_is_what_moving_the_bytes_takes() -> None:
-    def of(weights: int) -> GpuState:
-        parts = (WeightsPart(name="part-00000", bytes=weights, sha256="0"),)
-        sets = (Weights(digest="0", parts=parts, allocations=()),)
-        return GpuState(pids=(), uuids=(), used=(), state_bytes=2 * 10**9, awake_bytes=0, weights=sets)
-
-    base = any_manifest().model_copy(update={"bytes": 4 * 10**9})
-    # 4 GB of memory at 8 GB/s and 2 GB of GPU state at 10 GB/s; the weights travel beside that, until they are the longest.
-    assert gpudoctor.floor_s(base.model_copy(update={"gpu": of(10**9)}), 10e9, 8e9) == pytest.approx(0.7)
-    assert gpudoctor.floor_s(base.model_copy(update={"gpu": of(10**10)}), 10e9, 8e9) == pytest.approx(1.0)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from restorer import images, pages
 from restorer.errors import EngineDied, SnapshotError
+from restorer.filling import Filling
 from restorer.images import Field, Image
 
 PAGE = mmap.PAGESIZE
@@ -178,10 +179,10 @@ def empty() -> Iterator[tuple[int, int, int]]:
 
 
 @contextlib.contextmanager
-def filling(folder: Path) -> Iterator[pages.Filling]:
+def filling(folder: Path, *, direct: bool = False) -> Iterator[Filling]:
     bulk = pages.taken_out(folder)
     assert bulk is not None
-    found = pages.Filling(bulk, threads=4)
+    found = Filling(bulk, direct=direct, threads=4)
     try:
         found.prepare()
         yield found
@@ -189,11 +190,22 @@ def filling(folder: Path) -> Iterator[pages.Filling]:
         found.close()
 
 
+def forget(path: Path) -> None:
+    """Take a file out of the page cache."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
+
+
 def received(fd: int) -> bytes:
     return b"".join(iter(lambda: os.read(fd, MIB), b""))
 
 
-def test_memory_is_put_back_as_it_was(tmp_path: Path, empty: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize("direct", [False, True])
+def test_memory_is_put_back_as_it_was(tmp_path: Path, empty: tuple[int, int, int], direct: bool) -> None:
     pid, address, reading = empty
     start = -(-address // PAGE) * PAGE
     expected = bytearray(32 * MIB)
@@ -208,7 +220,8 @@ def test_memory_is_put_back_as_it_was(tmp_path: Path, empty: tuple[int, int, int
     present.append((start + 26 * MIB, tail))
     dump(tmp_path, [area(start, start + 32 * MIB)], present)
     assert pages.take_out(tmp_path, huge=False) == 2999 * PAGE + 5 * MIB
-    with filling(tmp_path) as found:
+    forget(tmp_path / "bulk-3.img")
+    with filling(tmp_path, direct=direct) as found:
         found.put_back({7: pid})
     os.kill(pid, signal.SIGCONT)
     assert received(reading) == expected

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from policies.manifest import Exchange, HostFacts, Manifest, MappedFile, Profile, canonical
+from restorer import files, objects
 from restorer import snapshots as module
 from restorer.errors import Environment, SnapshotError
 from restorer.files import allocated, hash_file
@@ -268,8 +269,11 @@ def test_a_staging_that_fails_leaves_nothing(store: SnapshotStore, monkeypatch: 
 def test_the_manifest_is_written_after_every_object_is_durable(store: SnapshotStore, monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[str] = []
     for name in ("dig_holes", "fsync", "fsync_tree", "write_durable"):
-        real = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *a, _name=name, _real=real: (steps.append(f"{_name} {a[0].name}"), _real(*a))[1])
+        real = getattr(files, name)
+        spy = lambda *a, _name=name, _real=real: (steps.append(f"{_name} {a[0].name}"), _real(*a))[1]  # noqa: E731
+        for user in (module, objects):
+            if hasattr(user, name):
+                monkeypatch.setattr(user, name, spy)
     manifest = committed(store)
     assert steps[0] == "dig_holes pages-1.img"
     assert {"fsync core-1000.img", "fsync inventory.img", "fsync pages-1.img", "fsync tree.json"} <= set(steps[:-1])

@@ -71,6 +71,7 @@ async def bench(url: str, config: Config = CONFIG, snapshots: tuple[SnapshotSumm
         gpus=SimpleNamespace(facts=None),
         discard=nothing,
         weights=SimpleNamespace(sweep=lambda used, older_than_s: []),
+        speed=None,
         boxes=SimpleNamespace(discard=nothing, close=nothing, fill=nothing, survivors=nothing),
     )
     operations = Operations(store, Registry(config.models), lambda model: Sharing.of(config, model))

@@ -427,7 +427,11 @@ async def test_logs_prints_the_end_of_the_incarnations_log(place: Place, api: Ad
     assert await place.call("logs", "m#0", "-n", "2") == (0, "line 98\nline 99\n", "")
     assert (await place.call("logs", "m#0"))[1].count("\n") == 50
     assert await place.call("logs", "m#0", "-n", "0") == (0, "", "")
-    assert await place.call("logs", "m#1") == (1, "", "rewake: m#1 does not run, so it has no log\n")
+    assert await place.call("logs", "m#1") == (
+        1,
+        "",
+        "rewake: m#1 does not run, and no log of it is kept here; a log is on the replica's host\n",
+    )
     path.unlink()
     assert "engine.log: No such file or directory" in (await place.call("logs", "m#0"))[2]
 

@@ -34,7 +34,7 @@ export function state(word) {
   );
 }
 
-const cell = (label, content, attributes = {}) => h("td", { "data-label": label, ...attributes }, content);
+const cell = (label, content, attributes = {}) => h("td", { "data-label": label, ...attributes }, h("div", { class: "value" }, content));
 const button = (act, label, said, facts = {}, attributes = {}) =>
   h("button", { type: "button", "data-act": act, "aria-label": said, ...facts, ...attributes }, label);
 
@@ -63,7 +63,7 @@ const section = (id, title, note, ...content) =>
 
 /** The whole board. `now` is the gateway's clock, in milliseconds. */
 export function board(view, now) {
-  return h("div", { id: "board" }, attention(view, now), models(view), held(view), underWay(view, now), replicas(view, now), starts(view, now), operations(view, now), snapshots(view, now));
+  return h("div", { id: "board" }, h("h1", { class: "unseen" }, "What runs here"), attention(view, now), models(view), held(view), underWay(view, now), replicas(view, now), starts(view, now), operations(view, now), snapshots(view, now));
 }
 
 // ---------------------------------------------------------------- what is wrong
@@ -196,6 +196,8 @@ function underWay(view, now) {
   );
 }
 
+const outcome = (replica) => (["failed", "quarantined", "cancelled"].includes(replica.state) ? `${replica.state} after` : `${replica.start ?? replica.state} in`);
+
 function starts(view) {
   const done = view.replicas.filter((replica) => replica.stages.length && !view.progress.some((one) => one.replica === replica.id));
   done.sort((a, b) => b.updated_ms - a.updated_ms);
@@ -203,7 +205,7 @@ function starts(view) {
     h(
       "details",
       { class: "card", "data-key": replica.id, open: done.length <= 2 },
-      h("summary", {}, h("span", { class: "name" }, replica.id), " ", replica.start ?? replica.state, h("span", { class: "under" }, ` in ${seconds(ofReplica(replica).total)}${replica.host ? ` on ${replica.host}` : ""}`)),
+      h("summary", {}, h("span", { class: "name" }, replica.id), " ", outcome(replica), h("span", { class: "under" }, ` ${seconds(ofReplica(replica).total)}${replica.host ? ` on ${replica.host}` : ""}`)),
       waterfall(ofReplica(replica), { cold: coldOf(view, replica.model), caption: `Stages of the last start of ${replica.id}`, live: false }),
     ),
   );

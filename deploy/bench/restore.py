@@ -1,0 +1,296 @@
+#!/usr/bin/env python3
+"""How near restores come to what this host can do at all: ``make bench-restore``.
+
+Usage: restore.py [--gigabytes N] [--rounds N] [--only memory,mapped] [--clones 1,2,4] [--no-lazy]
+
+A model with random weights is made on the spot and served by llama-server, once with its weights read into memory and once
+mapped. In each round, in turns: a cold start, a plain `criu restore`, one with lazy pages, and Rewake's restore, each from a
+cold and from a warm page cache, each to the first token of the same request; and the host's speed beside them. Cold means
+that every file it reads was put out of the page cache, and that the kernel was asked whether it is. Writes
+build/bench-restore.json. As root, with REWAKE_CRIU, REWAKE_LLAMA_SERVER and REWAKE_MODEL (whose tokenizer is used).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT)]
+
+import random_gguf  # noqa: E402
+from plain import Plain  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+from service import BenchError, Service  # noqa: E402
+
+from policies import floor  # noqa: E402
+from policies.floor import Rates  # noqa: E402
+from policies.replica import Replica  # noqa: E402
+from restorer import pagecache  # noqa: E402
+from restorer.errors import RestorerError  # noqa: E402
+from restorer.floor import measure  # noqa: E402
+
+BUILD = ROOT / "build"
+WORK = BUILD / "bench-restore"
+BODY = {"prompt": "The capital of France is", "max_tokens": 1, "temperature": 0, "seed": 1}
+CONTENDERS = ("cold start", "criu", "criu lazy", "rewake")
+TIERS = ("disk", "page cache")
+console = Console(highlight=False)
+
+
+def settings(variant: str, gguf: Path, **more: Any) -> dict[str, Any]:
+    """One model: its weights in memory, or mapped."""
+    options = ["--host", "0.0.0.0", "--port", "8000", "--ctx-size", "512", "--parallel", "1", "--no-webui"]
+    loading = ["--load-mode", "none"] if variant == "memory" else []
+    command = [os.environ["REWAKE_LLAMA_SERVER"], "--model", str(gguf), *options, *loading]
+    return {
+        "engine": {"kind": "llama-server", "command": command},
+        "weights": [str(gguf)],
+        "snapshot": {"create": "manual"},
+        "on_no_snapshot": "reject",
+        "on_restore_failure": "reject",
+        "canary": {"prompts": [BODY["prompt"]], "max_tokens": 2},
+        "max_replicas": 4,
+        "idle_park_s": 3600,
+        **more,
+    }
+
+
+def evict(paths: Iterable[Path]) -> None:
+    """Put files out of the page cache; what runs programs may keep a little of theirs."""
+    for path in paths:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+
+
+def warm(paths: Iterable[Path]) -> None:
+    """Bring files into the page cache."""
+    for path in paths:
+        with path.open("rb", buffering=0) as file:
+            while file.read(1 << 23):
+                pass
+
+
+def files_in(*folders: Path) -> list[Path]:
+    return [path for folder in folders for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
+
+
+class Variant:
+    """One way of having weights: its engine, its snapshot, its plain dump."""
+
+    def __init__(self, name: str, gguf: Path, service: Service, plain: Plain) -> None:
+        self.name, self.gguf, self.service, self.plain = name, gguf, service, plain
+        self.manifest = service.snapshot(name)
+        snapshot = service.state / "snapshots" / self.manifest["id"]
+        mapped = [Path(file["path"]) for file in self.manifest["files"]]
+        own = [] if name == "memory" else [gguf]
+        libraries = [path for path in mapped if path != gguf]
+        self.reads = {
+            "cold start": [gguf, *libraries],
+            "criu": [*files_in(plain.images), *own, *libraries],
+            "criu lazy": [*files_in(plain.images), *own, *libraries],
+            "rewake": [*files_in(snapshot / "images", snapshot / "scratch"), *own, *libraries],
+        }
+
+    def run(self, contender: str, tier: str) -> dict[str, Any]:
+        """One measurement. ``cached`` is what the page cache held of what it reads when it began."""
+        everything = sorted({path for paths in self.reads.values() for path in paths})
+        evict(everything)
+        if tier == "page cache":
+            warm(self.reads[contender])
+        there, total = pagecache.share(self.reads[contender])
+        found: dict[str, Any]
+        if contender == "rewake":
+            found = self.service.first_token(self.name, BODY, start="restored")
+        elif contender == "cold start":
+            found = self.service.first_token(f"{self.name}-cold", BODY, start="cold")
+        else:
+            found = asyncio.run(self.plain.restore({**BODY, "model": self.name}, lazy=contender == "criu lazy"))
+        return {"variant": self.name, "contender": contender, "tier": tier, "cached": round(there / total, 3), **found}
+
+
+def judged(found: dict[str, Any], rates: Rates, manifest: dict[str, Any]) -> dict[str, Any]:
+    """One restore of ours beside the floor by these rates, with and without its canary."""
+    record = Replica.model_validate(found.pop("record"))
+    stages, floor_s = floor.judged(record.stages, rates, canary_s=manifest["canary_s"])
+    again = record.model_copy(update={"stages": tuple(stages), "floor_s": floor_s})
+    account = floor.account(again)
+    assert account is not None
+    canary = sum(stage.seconds for stage in stages if stage.name == "canary")
+    _, without_s = floor.judged([stage for stage in stages if stage.name != "canary"], rates, canary_s=None)
+    return {
+        **found,
+        "took_s": record.took_s,
+        "floor_s": floor_s,
+        "ratio": account.ratio,
+        "without_canary": {
+            "took_s": account.took_s - canary,
+            "floor_s": without_s,
+            "ratio": (account.took_s - canary) / without_s,
+        },
+        "account": account.text,
+        "choices": record.choices,
+        "stages": [stage.model_dump() for stage in stages],
+    }
+
+
+async def rates_now() -> Rates:
+    """This host's speed at this moment: nothing that was seen before counts."""
+    folder = WORK / "rates"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return await measure(folder)
+
+
+def rounds(variants: Sequence[Variant], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Every contender in turn; each restore of ours stands between two measurements of the host."""
+    found = []
+    for number in range(options.rounds):
+        for variant in variants:
+            for tier in TIERS:
+                for contender in CONTENDERS:
+                    if contender == "criu lazy" and options.no_lazy:
+                        continue
+                    before = asyncio.run(rates_now()) if contender == "rewake" else None
+                    one = {"round": number, **variant.run(contender, tier)}
+                    if before is not None:
+                        rates = before.best(asyncio.run(rates_now()))
+                        one = judged(one, rates, variant.manifest) | {"rates": rates.model_dump()}
+                    found.append(one)
+                    more = f"; {one['account']}" if "account" in one else ""
+                    console.print(f"{number} {variant.name}, {tier}, {contender}: {one['seconds']:.2f} s{more}")
+    return found
+
+
+def median(found: Sequence[dict[str, Any]], key: str, **which: Any) -> float | None:
+    values = [one[key] for one in found if all(one[name] == value for name, value in which.items()) and key in one]
+    return round(statistics.median(values), 3) if values else None
+
+
+def ratios(found: Sequence[dict[str, Any]], variant: str, tier: str) -> dict[str, float]:
+    """Medians of the ratios within rounds."""
+
+    def per_round(contender: str) -> list[float]:
+        mine = {one["round"]: one["seconds"] for one in found if _is(one, variant, tier, "rewake")}
+        theirs = {one["round"]: one["seconds"] for one in found if _is(one, variant, tier, contender)}
+        return [theirs[number] / mine[number] for number in mine if number in theirs]
+
+    ours = [one for one in found if _is(one, variant, tier, "rewake")]
+    result = {
+        "vs_floor": statistics.median(one["ratio"] for one in ours),
+        "vs_floor_without_canary": statistics.median(one["without_canary"]["ratio"] for one in ours),
+    }
+    for name, contender in (("cold_start", "cold start"), ("plain_criu", "criu"), ("lazy_criu", "criu lazy")):
+        if values := per_round(contender):
+            result[f"times_faster_than_{name}"] = statistics.median(values)
+    return {name: round(value, 2) for name, value in result.items()}
+
+
+def _is(one: dict[str, Any], variant: str, tier: str, contender: str) -> bool:
+    return bool(one["variant"] == variant and one["tier"] == tier and one["contender"] == contender)
+
+
+def show(result: dict[str, Any]) -> None:
+    for variant in result["ratios"]:
+        table = Table(title=f"weights {variant}: seconds to the first token, medians", title_justify="left")
+        for title in ("", *CONTENDERS, "floor", "x floor", "x floor, without canary"):
+            table.add_column(title, justify="right" if title else "left")
+        for tier in TIERS:
+            seconds = [median(result["runs"], "seconds", variant=variant, tier=tier, contender=one) for one in CONTENDERS]
+            least = median(result["runs"], "floor_s", variant=variant, tier=tier)
+            found = result["ratios"][variant][tier]
+            cells = ["-" if value is None else f"{value:.2f}" for value in (*seconds, least)]
+            table.add_row(tier, *cells, f"{found['vs_floor']:.2f}", f"{found['vs_floor_without_canary']:.2f}")
+        console.print(table)
+    table = Table(title="clones of one snapshot, from the page cache", title_justify="left")
+    for title in ("clones", "all admitted", "slowest / fastest", "RSS", "PSS"):
+        table.add_column(title, justify="right")
+    for one in result["clones"]:
+        sizes = [f"{one[name] / 1e6:.0f} MB" for name in ("rss_bytes", "pss_bytes")]
+        table.add_row(f"{one['clones']} ({one['variant']})", f"{one['seconds']:.2f} s", f"{one['spread']:.2f}", *sizes)
+    console.print(table)
+    console.print(f"the restorer's memory at its most: {result['restorer_peak_bytes'] / 1e6:.0f} MB")
+
+
+def measured(options: argparse.Namespace) -> dict[str, Any]:
+    gguf = WORK / f"random-{options.gigabytes:g}.gguf"
+    if not gguf.exists():
+        console.print(f"writing {gguf} …")
+        random_gguf.write(gguf, Path(os.environ["REWAKE_MODEL"]), gigabytes=options.gigabytes)
+    names = options.only.split(",")
+    models = {name: settings(name, gguf) for name in names}
+    cold = {f"{name}-cold": settings(name, gguf, on_no_snapshot="cold") for name in names}
+    for model in cold.values():
+        model["engine"] = {**model["engine"], "backend": "cold"}
+    criu = Path(shutil.which(os.environ["REWAKE_CRIU"]) or "criu")
+    with Service(WORK, {**models, **cold}, criu) as service:
+        variants = []
+        for name in names:
+            plain = Plain(WORK / f"plain-{name}", service.run_dir / name, criu, "198.18.88.0/24")
+            asyncio.run(plain.dump(name, models[name]))
+            variants.append(Variant(name, gguf, service, plain))
+        found = rounds(variants, options)
+        clones = []
+        for variant in variants:
+            for count in map(int, filter(None, options.clones.split(","))):
+                warm(variant.reads["rewake"])
+                clones.append({"variant": variant.name, "clones": count, **service.clones(variant.name, count)})
+        peak = service.restorer_peak_bytes()
+    by_tier = {name: {tier: ratios(found, name, tier) for tier in TIERS} for name in names}
+    first = by_tier[names[0]]["disk"]
+    return {
+        "host": {"cpus": os.cpu_count(), "kernel": os.uname().release},
+        "model_bytes": gguf.stat().st_size,
+        "snapshot_bytes": {variant.name: variant.manifest["bytes"] for variant in variants},
+        "headline": {
+            "restore_cold_vs_floor": first["vs_floor"],
+            "restore_vs_cold_start": first["times_faster_than_cold_start"],
+            "restore_vs_plain_criu": first["times_faster_than_plain_criu"],
+        },
+        "ratios": by_tier,
+        "restorer_peak_bytes": peak,
+        "clones": clones,
+        "runs": found,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gigabytes", type=float, default=2.3, help="of the model; default: 2.3")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", default="memory,mapped")
+    parser.add_argument("--clones", default="1,2,4")
+    parser.add_argument("--no-lazy", action="store_true", help="leave CRIU's lazy pages out")
+    options = parser.parse_args()
+    WORK.mkdir(parents=True, exist_ok=True)
+    begun = time.monotonic()
+    try:
+        result = measured(options)
+    except (BenchError, RestorerError, OSError, KeyError, subprocess.SubprocessError) as error:
+        console.print(f"restore.py: {type(error).__name__}: {error}")
+        return 1
+    (BUILD / "bench-restore.json").write_text(json.dumps(result, indent=1))
+    show(result)
+    console.print(f"{BUILD / 'bench-restore.json'} was written; {time.monotonic() - begun:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        sys.exit(main())

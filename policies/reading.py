@@ -1,0 +1,82 @@
+"""How a restore reads what it needs: each choice made from what was measured, with its reason in words.
+
+Knows rates and sizes; nothing of how anything is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from policies.floor import Rates
+from policies.manifest import Manifest, MappedFile
+from policies.scalars import Section
+
+LEAST_BYTES = 64 << 20
+"""Smaller files are read on by the kernel faster than a choice is made."""
+_LEAST_TOUCHED = 0.5
+
+
+class Restore(Section):
+    """How snapshots of a model are read when they are restored."""
+
+    read: Literal["auto", "direct", "cached"] = "auto"
+    """Big memory that is not in the page cache: ``direct`` past it, ``cached`` through it, ``auto`` as measured."""
+    prefetch: Literal["auto", "on", "off"] = "auto"
+    """Read big files that the engine maps while it is restored. ``auto``: those of which the rehearsal's canary touched half."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One choice, and why."""
+
+    on: bool
+    why: str
+
+
+def direct(settings: Restore, rates: Rates | None) -> Choice:
+    """Whether big memory that is not in the page cache is read past it: fresh memory is then taken once, not twice."""
+    if settings.read != "auto":
+        return Choice(settings.read == "direct", f"restore.read is {settings.read}")
+    if rates is None:
+        return Choice(True, "this host has not been measured yet")
+    why = f"{_rate(rates.disk)} past the page cache, {_rate(rates.disk_cached)} through it"
+    return Choice(rates.disk >= rates.disk_cached, why)
+
+
+def huge(rates: Rates | None) -> Choice:
+    """Whether big memory is put into huge pages."""
+    if rates is None:
+        return Choice(True, "this host has not been measured yet")
+    why = f"fresh memory takes {_rate(rates.fill_huge)} in huge pages, {_rate(rates.fill)} in small ones"
+    return Choice(rates.fill_huge >= rates.fill, why)
+
+
+def ahead(settings: Restore, files: Sequence[MappedFile]) -> tuple[tuple[MappedFile, ...], str]:
+    """(mapped files to be read while CRIU works, why these)."""
+    big = tuple(file for file in files if file.bytes >= LEAST_BYTES)
+    if settings.prefetch != "auto":
+        return big if settings.prefetch == "on" else (), f"restore.prefetch is {settings.prefetch}"
+    if not big:
+        return (), "no big file is mapped"
+    measured = [file for file in big if file.touched is not None]
+    if not measured:
+        return (), "it was not rehearsed, so nobody knows which files the first token needs"
+    chosen = tuple(file for file in measured if (file.touched or 0) >= _LEAST_TOUCHED * file.bytes)
+    touched = sum(file.touched or 0 for file in measured) / sum(file.bytes for file in measured)
+    return chosen, f"the rehearsal's canary touched {touched:.0%} of the big files that are mapped"
+
+
+def choices(settings: Restore, manifest: Manifest, rates: Rates | None) -> tuple[str, ...]:
+    """Every choice that a restore of this snapshot makes here, in words."""
+    past, (files, why) = direct(settings, rates), ahead(settings, manifest.files)
+    return (
+        f"cold memory is read {'past' if past.on else 'through'} the page cache: {past.why}",
+        f"{len(files)} mapped files are read ahead: {why}",
+        "no page is left for later: a canary waits for what it touches, and pages that come one by one come slower",
+    )
+
+
+def _rate(bytes_s: float) -> str:
+    return f"{bytes_s / 1e9:.2f} GB/s"

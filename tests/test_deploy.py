@@ -1,0 +1,288 @@
+"""What is under deploy/, each file checked by the tool that reads it: shell, systemd, container builders, Compose, Kubernetes.
+
+That an installed unit works with the rights that it has is shown by tests/deploy, on a booted system (`make test-deploy`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from cloudcoil.models.prometheus_operator.v1 import ServiceMonitor
+from compose_spec import PyCompose
+
+from policies import config
+
+ROOT = Path(__file__).resolve().parents[1]
+DEPLOY = ROOT / "deploy"
+SCRIPTS = sorted([*DEPLOY.rglob("*.sh"), *DEPLOY.rglob("*.sbatch"), ROOT / ".ci/run"])
+UNITS = sorted((DEPLOY / "systemd").iterdir())
+EXPOSED = {"rewake-gateway.service": 1.5, "rewake-restorer.service": 7.2, "rewake.service": 7.9}
+"""The most that `systemd-analyze security` may find, of 10. The restorer may have no system call filter, which is most of its."""
+KUBERNETES = "1.32"
+FOLDERS = ("base", "example")
+
+
+def tool(*names: str) -> str:
+    """The first of these programs that is there, of this environment or of the system; skipped without, fails in CI."""
+    for name in names:
+        beside = Path(sys.executable).with_name(name)
+        found = str(beside) if beside.exists() else shutil.which(name)
+        if found:
+            return found
+    (pytest.fail if os.environ.get("CI") else pytest.skip)(f"needs {' or '.join(names)}")
+
+
+def run(*argv: str | Path, **more: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT, **more)
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+# ---------------------------------------------------------------- scripts
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=name)
+def test_shellcheck_finds_nothing_in(script: Path) -> None:
+    checked = run(tool("shellcheck"), "--external-sources", "--source-path=SCRIPTDIR", script)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+@pytest.mark.parametrize("script", [path for path in SCRIPTS if path.name != "debian-tool.sh"], ids=name)
+def test_scripts_can_be_run_and_say_how(script: Path) -> None:
+    assert os.access(script, os.X_OK)
+    assert re.search(r"^# (Usage:|What CI runs|Usage)", script.read_text(), re.MULTILINE)
+
+
+def host(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return run(DEPLOY / "install/host.sh", *arguments, env=os.environ | environ)
+
+
+def test_a_dry_run_of_the_installation_says_all_and_does_nothing(tmp_path: Path) -> None:
+    prefix = tmp_path / "rewake"
+    said = host("--dry-run", "--prefix", str(prefix), "--criu", "/bin/true", PYTHON=sys.executable)
+    assert said.returncode == 0, said.stderr
+    steps = [line for line in said.stdout.splitlines() if line.startswith("would run: ")]
+    for step in (
+        "-m venv",
+        "-m pip install",
+        f"mv -T {prefix}/.venv.new {prefix}/venv",
+        "useradd --system",
+        "/etc/systemd/system",
+    ):
+        assert any(step in each for each in steps), step
+    assert not prefix.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--what",), "what is '--what'?"),
+        (("--prefix",), "--prefix wants a value"),
+        (("--prefix", "/usr", "--dry-run"), "choose a folder that is Rewake's alone"),
+        (("--prefix", "/a b", "--dry-run"), "no spaces"),
+        (("--dry-run", "--criu", "/nowhere/criu"), "--criu /nowhere/criu: no such program"),
+    ],
+)
+def test_what_cannot_be_installed_is_said(arguments: tuple[str, ...], said: str) -> None:
+    tried = host(*arguments, PYTHON=sys.executable)
+    assert tried.returncode in (1, 2)
+    assert said in tried.stderr
+
+
+# ---------------------------------------------------------------- systemd
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    """The units, with programs that are there in the place of those that host.sh installs."""
+    for unit in UNITS:
+        text = re.sub(r"/opt/rewake/venv/bin/rewake", "/bin/true", unit.read_text())
+        (tmp_path / unit.name).write_text(text)
+    return tmp_path
+
+
+def test_systemd_understands_every_line_of_the_units(installed: Path) -> None:
+    checked = run(tool("systemd-analyze"), "verify", "--man=no", *sorted(installed.iterdir()))
+    ours = [line for line in (checked.stdout + checked.stderr).splitlines() if "rewake" in line]
+    assert not ours
+
+
+@pytest.mark.parametrize("unit", EXPOSED)
+def test_units_are_as_hardened_as_they_can_be(unit: str, installed: Path) -> None:
+    checked = run(tool("systemd-analyze"), "security", "--offline=true", "--no-pager", installed / unit)
+    score = re.search(r"Overall exposure level for \S+: (\d+\.\d+)", checked.stdout)
+    assert score is not None, checked.stdout + checked.stderr
+    assert float(score[1]) <= EXPOSED[unit]
+
+
+_FILTERS = (
+    *("SystemCallFilter", "SystemCallArchitectures", "RestrictAddressFamilies", "RestrictNamespaces", "RestrictRealtime"),
+    *("RestrictSUIDSGID", "LockPersonality", "MemoryDenyWriteExecute", "ProtectKernelTunables", "ProtectKernelModules"),
+    *("ProtectKernelLogs", "ProtectClock", "ProtectHostname", "PrivateDevices"),
+)
+
+
+@pytest.mark.parametrize("unit", ["rewake.service", "rewake-restorer.service"])
+def test_whoever_runs_criu_is_under_no_seccomp_filter(unit: str) -> None:
+    """The kernel lets nobody suspend or read an engine's filter who has one himself."""
+    text = (DEPLOY / "systemd" / unit).read_text()
+    assert not re.findall(rf"^(?:{'|'.join(_FILTERS)})=", text, re.MULTILINE)
+
+
+def capabilities(unit: str) -> set[str]:
+    text = (DEPLOY / "systemd" / unit).read_text()
+    return {each for line in re.findall(r"^CapabilityBoundingSet=(.*)", text, re.MULTILINE) for each in line.split()}
+
+
+def test_the_restorer_has_the_same_capabilities_everywhere() -> None:
+    least = capabilities("rewake-restorer.service")
+    assert least == {"CAP_SYS_ADMIN", "CAP_SYS_CHROOT", "CAP_NET_ADMIN", "CAP_SYS_TIME"}
+    assert least < capabilities("rewake.service")
+    assert not capabilities("rewake-gateway.service")
+    restorer = compose()["services"]["restorer"]
+    pod = next(each for each in resources("base") if each["kind"] == "DaemonSet")["spec"]["template"]["spec"]
+    for added in (restorer["cap_add"], pod["containers"][0]["securityContext"]["capabilities"]["add"]):
+        assert {f"CAP_{each}" for each in added} == least
+
+
+# ---------------------------------------------------------------- containers
+
+
+def test_hadolint_finds_nothing_in_the_containerfile() -> None:
+    checked = run(tool("hadolint"), "--config", ROOT / ".hadolint.yaml", DEPLOY / "containers/Containerfile")
+    assert checked.returncode == 0, checked.stdout
+
+
+def compose() -> dict[str, Any]:
+    """The Compose file with the defaults of its variables, as a user who sets none has it."""
+    text = (DEPLOY / "containers/compose.yaml").read_text()
+    document: dict[str, Any] = yaml.safe_load(re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text))
+    return document
+
+
+def test_the_compose_file_is_one() -> None:
+    document = compose()
+    parsed = PyCompose.from_yaml(yaml.safe_dump(document))
+    assert set(parsed.service_names()) == {"redis", "restorer", "gateway"}
+    gateway, restorer = document["services"]["gateway"], document["services"]["restorer"]
+    assert gateway["network_mode"] == "service:restorer"  # a replica's address leads to it from there alone
+    assert gateway["cap_drop"] == ["ALL"]
+    assert "cap_add" not in gateway
+    assert gateway["read_only"]
+    assert "seccomp:unconfined" in restorer["security_opt"]
+    assert "privileged" not in restorer
+    for service in (gateway, restorer):
+        file = (DEPLOY / "containers" / service["build"]["context"] / service["build"]["dockerfile"]).resolve()
+        assert f"AS {service['build']['target']}\n" in file.read_text()
+
+
+# ---------------------------------------------------------------- Kubernetes
+
+
+def resources(folder: str) -> list[dict[str, Any]]:
+    """Every object that the folder's own files describe."""
+    found: list[dict[str, Any]] = []
+    for file in sorted((DEPLOY / "kubernetes" / folder).glob("*.yaml")):
+        found += [each for each in yaml.safe_load_all(file.read_text()) if each and each.get("kind") and "apiVersion" in each]
+    return [each for each in found if each["kind"] not in ("Kustomization", "Component")]
+
+
+def built(folder: str) -> list[dict[str, Any]]:
+    command = [tool("kubectl"), "kustomize"] if shutil.which("kubectl") else [tool("kustomize"), "build"]
+    made = run(*command, DEPLOY / "kubernetes" / folder)
+    assert made.returncode == 0, made.stderr
+    return [*yaml.safe_load_all(made.stdout)]
+
+
+@pytest.mark.parametrize("resource", resources("base"), ids=lambda each: f"{each['kind']} {each['metadata']['name']}")
+def test_resources_are_what_kubernetes_takes(resource: dict[str, Any]) -> None:
+    kubernetes_validate.validate(resource, KUBERNETES, strict=True)
+
+
+@pytest.mark.skipif(not (shutil.which("kubectl") or shutil.which("kustomize")), reason="needs kubectl or kustomize")
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_what_kustomize_builds_is_whole(folder: str) -> None:
+    objects = built(folder)
+    for each in objects:
+        if each["kind"] != "ServiceMonitor":
+            kubernetes_validate.validate(each, KUBERNETES, strict=True)
+        assert each["kind"] == "Namespace" or each["metadata"]["namespace"] == "rewake"
+    there = {(each["kind"], each["metadata"]["name"]) for each in objects}
+    text = json.dumps(objects)
+    for claim in re.findall(r'"configMap": \{"name": "([^"]+)"', text):
+        assert ("ConfigMap", claim) in there
+    if folder == "example":
+        for secret in re.findall(r'"secretKeyRef": \{"key": "password", "name": "([^"]+)"', text):
+            assert ("Secret", secret) in there
+        images = {image for image in re.findall(r'"image": "([^"]+)"', text) if "redis" not in image}
+        assert all(image.startswith("registry.example.org/") for image in images)
+
+
+def test_the_service_monitor_fits_its_resource_definition() -> None:
+    document = resources("monitoring")[0]
+    read = ServiceMonitor.model_validate(document)
+    # What is no field of it would be lost on the way.
+    assert read.model_dump(by_alias=True, exclude_unset=True, mode="json") == document
+
+
+def test_gateways_on_kubernetes_have_nothing_to_lose() -> None:
+    pod = next(each for each in resources("base") if each["kind"] == "Deployment")["spec"]["template"]["spec"]
+    assert pod["securityContext"]["runAsNonRoot"]
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    for container in (*pod["initContainers"], *pod["containers"]):
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+    assert not pod["automountServiceAccountToken"]
+
+
+def test_selectors_find_their_pods() -> None:
+    objects = resources("base")
+    pods = [each["spec"]["template"]["metadata"]["labels"] for each in objects if "template" in each.get("spec", {})]
+    selectors = [each["spec"]["selector"] for each in objects if each["kind"] == "Service"]
+    selectors += [each["spec"]["selector"]["matchLabels"] for each in objects if each["kind"] == "PodDisruptionBudget"]
+    policies = [each for each in objects if each["kind"] == "NetworkPolicy"]
+    selectors += [each["spec"]["podSelector"]["matchLabels"] for each in policies if each["spec"]["podSelector"]]
+    assert len(selectors) == 4
+    assert all(any(selector.items() <= labels.items() for labels in pods) for selector in selectors)
+
+
+# ---------------------------------------------------------------- configurations
+
+
+def filled(file: Path) -> Any:
+    """As the file is used: its placeholders replaced."""
+    return yaml.safe_load(file.read_text().replace("@NODE@", "node-1").replace("@REDIS_PASSWORD@", "secret"))
+
+
+@pytest.mark.parametrize("file", sorted([*DEPLOY.rglob("rewake*.yaml"), DEPLOY / "examples/starter.yaml"]), ids=name)
+def test_configurations_can_be_read(file: Path) -> None:
+    assert config.parse(filled(file)).models
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_what_fills_in_a_nodes_settings_does(folder: str, tmp_path: Path) -> None:
+    """The program in the pods' init containers, run as it stands there, with a password that no URL takes as it is."""
+    for kind in ("Deployment", "DaemonSet"):
+        pod = next(each for each in resources("base") if each["kind"] == kind)["spec"]["template"]["spec"]
+        program = pod["initContainers"][0]["command"][-1]
+        program = program.replace("/settings/", f"{DEPLOY}/kubernetes/{folder}/").replace("/etc/rewake/", f"{tmp_path}/")
+        done = run(sys.executable, "-c", program, env={"NODE": "gpu-7.example.org", "REDIS_PASSWORD": "a/b@c:d#e"})
+        assert done.returncode == 0, done.stderr
+        parsed = config.parse(yaml.safe_load((tmp_path / "rewake.yaml").read_text()))
+        assert parsed.store.namespace == "gpu-7.example.org"
+        assert parsed.store.url == "redis://:a%2Fb%40c%3Ad%23e@rewake-redis.rewake.svc:6379/0"

@@ -1,0 +1,55 @@
+"""How a restore reads: each choice and its reason."""
+
+from __future__ import annotations
+
+import pytest
+from test_policies_compat import manifest as any_manifest
+from test_policies_floor import GB, RATES
+
+from policies import reading
+from policies.manifest import MappedFile
+from policies.reading import Restore
+
+SLOW_DISK = RATES.model_copy(update={"disk": 0.4 * GB})
+
+
+def mapped(size: int, touched: int | None) -> MappedFile:
+    return MappedFile(path=f"/model-{size}", bytes=size, sha256="0", touched=touched)
+
+
+def test_cold_memory_is_read_past_the_page_cache_where_that_was_faster() -> None:
+    assert reading.direct(Restore(), RATES).on
+    assert not reading.direct(Restore(), SLOW_DISK).on
+    assert reading.direct(Restore(), SLOW_DISK).why == "0.40 GB/s past the page cache, 0.50 GB/s through it"
+    assert reading.direct(Restore(), None).on
+    assert reading.direct(Restore(read="direct"), SLOW_DISK).on
+    assert not reading.direct(Restore(read="cached"), RATES).on
+
+
+def test_huge_pages_are_used_where_they_were_faster() -> None:
+    assert not reading.huge(RATES).on
+    assert reading.huge(RATES.model_copy(update={"fill_huge": 5.0 * GB})).on
+    assert reading.huge(None).on
+
+
+@pytest.mark.parametrize(
+    ("settings", "files", "chosen", "why"),
+    [
+        (Restore(), [mapped(GB, GB)], [GB], "touched 100% of the big files"),
+        (Restore(), [mapped(GB, GB // 10)], [], "touched 10% of the big files"),
+        (Restore(), [mapped(GB, None)], [], "it was not rehearsed"),
+        (Restore(), [mapped(1 << 20, 1 << 20)], [], "no big file is mapped"),
+        (Restore(prefetch="on"), [mapped(GB, None), mapped(1 << 20, None)], [GB], "restore.prefetch is on"),
+        (Restore(prefetch="off"), [mapped(GB, GB)], [], "restore.prefetch is off"),
+    ],
+)
+def test_files_are_read_ahead_if_a_rehearsal_needed_them(
+    settings: Restore, files: list[MappedFile], chosen: list[int], why: str
+) -> None:
+    found, said = reading.ahead(settings, files)
+    assert [file.bytes for file in found] == chosen
+    assert why in said
+
+
+def test_restore_case_53_lazy_pages_are_not_used_and_that_is_said() -> None:
+    assert any("no page is left for later" in line for line in reading.choices(Restore(), any_manifest(), RATES))
