@@ -7,7 +7,7 @@ all that awaits, and in the same words. Decides nothing.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 import httptools
 
@@ -17,7 +17,7 @@ from gateway.upstream import CONNECT_S, KEEP_IDLE_S, Broken, Silent, Truncated, 
 from policies.replica import Replica
 
 if TYPE_CHECKING:
-    from gateway.passing import Shape
+    from gateway.passing import Passing, Shape
 
 _MAX_HEAD = 64 << 10
 _BODILESS = (204, 304)
@@ -43,30 +43,11 @@ class Whole:
         self.shape: Shape | None = None
 
 
-class Sink(Protocol):
-    """Whoever waits for an answer. Called while bytes arrive, so it may neither wait nor raise."""
+class Connection:
+    """Serves one request at a time. Made by :class:`Connections`.
 
-    def head(self, status: int, reason: str, headers: Pairs) -> None:
-        """The answer's head."""
-
-    def body(self, piece: bytes) -> None:
-        """A piece of its body, without its framing."""
-
-    def flush(self) -> None:
-        """No more has arrived for now."""
-
-    def whole(self, head: Whole, body: bytes) -> None:
-        """All of the answer at once, in place of all the others; the connection is the pool's again."""
-
-    def complete(self) -> None:
-        """The body has ended properly; the connection is the pool's again."""
-
-    def failed(self, error: Silent | Broken | Truncated) -> None:
-        """The connection has ended instead."""
-
-
-class Connection(asyncio.Protocol):
-    """Serves one request at a time. Made by :class:`Connections`."""
+    What asyncio calls a protocol; it does not inherit from its class, since what is compiled cannot.
+    """
 
     __slots__ = (
         "_cut",
@@ -90,7 +71,7 @@ class Connection(asyncio.Protocol):
     def __init__(self, pool: Connections) -> None:
         self._pool = pool
         self._parser = httptools.HttpResponseParser(self)
-        self._sink: Sink | None = None
+        self._sink: Passing | None = None
         self._headers: Pairs = []
         self._reason = b""
         self._status = 0
@@ -102,7 +83,7 @@ class Connection(asyncio.Protocol):
         """It has served before."""
         self.idle_since = 0.0
 
-    def send(self, request: bytes, sink: Sink) -> None:
+    def send(self, request: bytes, sink: Passing) -> None:
         """Send a whole request; ``sink`` gets the answer."""
         assert self.transport is not None
         self._sink = sink
@@ -188,6 +169,12 @@ class Connection(asyncio.Protocol):
 
     def eof_received(self) -> bool:
         return False
+
+    def pause_writing(self) -> None:
+        """A request is small, and waits for nobody."""
+
+    def resume_writing(self) -> None:
+        """As above."""
 
     # the parser's side
 
@@ -302,11 +289,12 @@ class Connections:
         """
         try:
             async with asyncio.timeout(CONNECT_S):
-                _, connection = await self._loop.create_connection(
-                    lambda: Connection(self), self._replica.address, self._replica.port
+                made: tuple[object, object] = await self._loop.create_connection(
+                    lambda: cast(asyncio.Protocol, Connection(self)), self._replica.address, self._replica.port
                 )
         except OSError as error:
             raise Unreachable(str(error) or type(error).__name__) from error
+        connection = cast(Connection, made[1])
         if self.ended:
             connection.close()
             raise Unreachable("the replica was stopped")
