@@ -16,10 +16,12 @@ export REWAKE_CRIU := $(abspath $(TOOLS)/bin/criu)
 export REWAKE_RUNC := $(abspath $(TOOLS)/bin/runc)
 export REWAKE_LLAMA_SERVER := $(abspath $(TOOLS)/bin/llama-server)
 export REWAKE_MODEL := $(abspath $(GGUF))
+export REWAKE_CHROMIUM := $(abspath $(TOOLS)/bin/chromium)
 export REWAKE_CLIENTS := $(abspath $(CLIENTS))
+export REWAKE_PROMETHEUS := $(abspath $(TOOLS)/bin/prometheus)
 
 .DEFAULT_GOAL := help
-.PHONY: help install system criu runc llama-server clients vllm model hf-model demo bench-gpu test bench-held bench-gateway bench-restore peers reference docs check clean
+.PHONY: help install system prometheus dashboards test-dashboards criu runc llama-server clients chromium vllm model hf-model demo bench-gpu test bench-held bench-gateway bench-restore peers reference docs check clean
 
 help:  ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -42,6 +44,9 @@ criu: | system
 
 runc: | system
 	@deploy/install/runc.sh $(TOOLS)
+
+chromium: | system
+	@deploy/install/chromium.sh $(TOOLS)
 
 llama-server: | system
 	@deploy/install/llama-server.sh $(TOOLS)
@@ -70,8 +75,17 @@ bench-gpu: install criu  ## Measure on this host's NVIDIA GPU: cold starts, rest
 	$(BIN)/python -m pip install --quiet --editable '.[test,gpu]'
 	@$(BIN)/python deploy/bench/gpu.py --python $(ENGINE_PYTHON) $(BENCH_ARGS)
 
-test: install criu runc llama-server model clients  ## All tests, with the real CRIU, a real engine and real client libraries.
+test: install criu runc llama-server model clients chromium prometheus  ## All tests, with the real CRIU, a real engine and real client libraries.
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
+
+prometheus: | system
+	@deploy/install/prometheus.sh $(TOOLS)
+
+dashboards: install  ## Write grafana/dashboards out of the code.
+	@$(BIN)/python -m grafana.write
+
+test-dashboards: install criu llama-server model prometheus  ## A real Prometheus: every panel has data, every alert fires and resolves.
+	$(BIN)/python -m pytest -m dashboards -n 0 tests/test_end_to_end_dashboards.py $(PYTEST_ARGS)
 
 bench-held: install  ## What held requests cost, and whether they slow down models that serve.
 	$(BIN)/python deploy/bench/held.py $(BENCH_ARGS)

@@ -24,7 +24,18 @@ import typer
 from gateway import keys
 from policies.config import Config
 from policies.replica import TERMINAL, Replica
-from restorer import commands, retention_commands, rundir, snapshot_commands, support, top, transfer_commands, trust_commands
+from restorer import (
+    commands,
+    journal_commands,
+    retention_commands,
+    rundir,
+    snapshot_commands,
+    support,
+    top,
+    transfer_commands,
+    trust_commands,
+    why,
+)
 from restorer import doctor as doctors
 from restorer.commands import AsJson, ConfigFile, NoWait, Timeout, finish, model_named
 from restorer.console import print_json, print_start, print_table, when
@@ -32,6 +43,7 @@ from restorer.errors import RestorerError
 from restorer.operator import DEFAULTS, FAILED, USAGE, Admin, Failed, load
 from restorer.remains import ENGINE_LOG, Remains
 from restorer.up import Up, command, environment
+from restorer.why import cause
 
 OK, INTERRUPTED = 0, 130
 _FOLLOW_S = 0.25
@@ -153,7 +165,7 @@ def doctor(config: ConfigFile = None, json_: AsJson = False) -> None:
     raise typer.Exit(FAILED if any(finding.ok == "fail" for finding in findings) else OK)
 
 
-for _each in (keys.key, commands.reload, commands.restart, top.top, support.support):
+for _each in (keys.key, journal_commands.journal, commands.reload, commands.restart, top.top, why.why, support.support):
     app.command()(_each)
 
 # ---------------------------------------------------------------- replicas
@@ -180,7 +192,7 @@ def ps(
 def _replica_row(r: Mapping[str, Any]) -> list[str]:
     address = f"{r['address']}:{r['port']}" if r["address"] else "-"
     life = [r["start"] or "-", r["snapshot"] or "-", str(r["inflight"]), address, r["incarnation"] or "-"]
-    return [r["id"], r["state"], *life, when(r["updated_ms"]), r["reason"]]
+    return [r["id"], r["state"], *life, when(r["updated_ms"]), cause(r["reason"])]
 
 
 @app.command()

@@ -14,12 +14,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from gateway.current import Current
 from gateway.errors import Busy, InvalidRequest, ModelNotFound, NotFound, Unauthorized
 from gateway.exchange import Call, Reply, reply
-from gateway.operations import Operations, Outcome
+from gateway.operations import Events, Operations, Outcome
 from gateway.overview import Overview, seconds
 from gateway.registry import Registry
 from gateway.report import Reporter
 from gateway.store import Store
 from gateway.tasks import Tasks
+from gateway.why import Why
 from policies.replica import COMING, State
 from policies.tasks import MAX_LOG_LINES, Task, TaskKind
 
@@ -83,7 +84,7 @@ class Admin:
         registry: Registry,
         reporter: Reporter,
         operations: Operations,
-        tasks: Tasks,
+        events: Events,
         overview: Overview,
     ) -> None:
         self._current = current
@@ -92,13 +93,19 @@ class Admin:
         self._registry = registry
         self._reporter = reporter
         self._operations = operations
-        self._tasks = tasks
+        self._tasks = Tasks(store, events)
         self._overview = overview
+        self._why = Why(current, registry=registry, store=store)
 
     async def overview(self, call: Call) -> Reply:
         """Everything at a glance; ``?after=VERSION&wait=SECONDS`` (at most 30) answers when there is something new."""
         self.authorize(call)
         return await self._overview.answer(call)
+
+    async def why(self, call: Call) -> Reply:
+        """Why a model or a replica is not what it should be: ``?of=NAME``."""
+        self.authorize(call)
+        return await self._why.answer(call)
 
     async def models(self, call: Call) -> Reply:
         self.authorize(call)

@@ -41,7 +41,6 @@ from gateway.report import Reporter
 from gateway.scaling import Scaler
 from gateway.settings import Settings
 from gateway.store import Store
-from gateway.tasks import Tasks
 from gateway.tenants import Tenants
 from gateway.tls import Certificates
 from gateway.tracing import Tracer
@@ -125,7 +124,7 @@ def compose(settings: Settings, metrics: Metrics, line: Line | None = None) -> G
     waitroom = Waitroom(current, fleet=registry, capacity=permits, ledger=ledger, expected=eta.wait_s)
     callers = _callers(current, store, reporter, metrics)
     overview = Overview(current, registry=registry, reporter=reporter, store=store, eta=eta)
-    admin = _admin(settings, current, store, registry, reporter, operations, Tasks(store, link), overview)
+    admin = _admin(settings, current, store, registry, reporter, operations, link, overview)
     tracer = tracing.tracer(config, settings.id, lambda result, spans: metrics.spans.labels(result).inc(spans))
     certificates = None if settings.pem is None else Certificates(settings.pem)
     life = Life(link.connected)
@@ -166,7 +165,7 @@ def _admin(
     registry: Registry,
     reporter: Reporter,
     operations: Operations,
-    tasks: Tasks,
+    link: Link,
     overview: Overview,
 ) -> Admin:
     return Admin(
@@ -176,7 +175,7 @@ def _admin(
         registry=registry,
         reporter=reporter,
         operations=operations,
-        tasks=tasks,
+        events=link,
         overview=overview,
     )
 
@@ -363,6 +362,7 @@ def _own(gateway: Gateway) -> dict[str, Handler]:
         "console.page": console.page,
         "console.asset": console.asset,
         "admin.overview": admin.overview,
+        "admin.why": admin.why,
         "admin.models": admin.models,
         "admin.replicas": admin.replicas,
         "admin.snapshots": admin.snapshots,

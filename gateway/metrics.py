@@ -65,7 +65,7 @@ class Metrics:
     """
 
     def __init__(self, models: Iterable[str], *, version: str, shared: Shared | None = None) -> None:
-        self._models = frozenset(models)
+        self._models: frozenset[str] = frozenset()
         self._tenants: frozenset[str] = frozenset()
         self._shared = shared
         self._slots: set[str] = set()
@@ -80,6 +80,7 @@ class Metrics:
         self._fleet()
         self._tenancy()
         self._process(version)
+        self.know(models)
 
     def succeed(self, id: str) -> str:
         """The id of the worker that had this one's place, if one died there."""
@@ -88,6 +89,9 @@ class Metrics:
     def know(self, models: Iterable[str]) -> None:
         """Label these models with their own names; one that was known before keeps its series."""
         self._models |= frozenset(models)
+        for model in self._models:
+            # So that it begins at 0: of one that is first seen at 1, nobody could tell that it has just risen.
+            self.eta_ratio.labels(model)
 
     def know_tenants(self, tenants: Iterable[str]) -> None:
         """Label these tenants with their own names."""

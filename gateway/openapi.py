@@ -117,6 +117,8 @@ def _operation(route: Route) -> dict[str, object]:
     if route.serves in _WAITS:
         wait = {"type": "number", "minimum": 0, "maximum": _WAITS[route.serves]}
         parameters.append({"name": "wait", "in": "query", "required": False, "schema": wait})
+    if route.serves == "admin.why":
+        parameters.append({"name": "of", "in": "query", "required": True, "schema": {"type": "string", "minLength": 1}})
     if route.serves == "admin.overview":
         parameters.append({"name": "after", "in": "query", "required": False, "schema": {"type": "string"}})
     if parameters:

@@ -6,11 +6,14 @@ spans, which are counted: never a request.
 
 from __future__ import annotations
 
+import concurrent.futures.thread  # noqa: F401 - as netrc: used when something is sent, and it may lie where only root can read
 import logging
+import netrc  # noqa: F401
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import Event, ReadableSpan
@@ -29,6 +32,18 @@ _TIMEOUT_S = 5.0
 _KINDS = {kind.name.lower(): kind for kind in SpanKind}
 # It would say in words of its own what is said here already, once for each try.
 logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
+
+
+def preload() -> None:
+    """Load what the libraries would load when they are first used: it may lie where only root can read.
+
+    Raises:
+        ImportError: something of it is not installed.
+    """
+    exporter = OTLPSpanExporter("http://127.0.0.1:9/", timeout=0.001)
+    # Nothing is sent: the list is empty, and encoded all the same.
+    encode_spans([]).SerializeToString()
+    exporter.shutdown()  # type: ignore[no-untyped-call]
 
 
 class Sender:

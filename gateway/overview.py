@@ -20,7 +20,8 @@ from gateway.registry import Registry
 from gateway.report import Reporter
 from gateway.store import Store
 from gateway.version import version
-from policies.replica import COMING, State
+from policies.floor import account
+from policies.replica import COMING, Replica, State
 from policies.tasks import Progress, Task
 from policies.wire import Hint, HostReport, Operation
 
@@ -94,9 +95,7 @@ class Overview:
             "gateways": self._reporter.gateways,
             "models": [self._model(model, hosts) for model in self._current.config.models],
             "held": held[:MAX_HELD],
-            "replicas": [
-                one.model_dump(mode="json") | {"inflight": inflight.get(one.incarnation, 0)} for one in replicas[:MAX_REPLICAS]
-            ],
+            "replicas": [_replica(one, inflight.get(one.incarnation, 0)) for one in replicas[:MAX_REPLICAS]],
             "progress": progress,
             "operations": operations,
             "tasks": [task.model_copy(update={"result": {}}) for task in tasks],
@@ -129,6 +128,12 @@ class Overview:
             "usual_s": self._eta.kinds_s(name),
             "cold_start_s": max(cold_s, default=None),
         }
+
+
+def _replica(record: Replica, inflight: int) -> dict[str, Any]:
+    """A record, its requests in flight, and where the time of its start went."""
+    spent = account(record)
+    return record.model_dump(mode="json") | {"inflight": inflight, "account": "" if spent is None else spent.text}
 
 
 def seconds(text: str, most: float) -> float:

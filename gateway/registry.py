@@ -74,6 +74,13 @@ class Registry:
         """Why no replica of the model can come, for as long as that is certain."""
         return self._failures.get(model)
 
+    def standing(self, model: str) -> tuple[Failure, float] | None:
+        """That failure, and for how many more seconds it stands."""
+        failure, expiry = self.failure(model), self._expiries.get(model)
+        if failure is None or expiry is None:
+            return None
+        return failure, max(0.0, expiry.when() - asyncio.get_running_loop().time())
+
     def incarnations(self) -> frozenset[str]:
         """Those whose engines may hold clients' requests."""
         return frozenset(replica.incarnation for replica in self._records.values() if replica.state in RUNNING)

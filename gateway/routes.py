@@ -126,6 +126,7 @@ TABLE: tuple[Route, ...] = (
     _own("GET", "/console", "console.page", "The operator's console, a page for browsers"),
     _own("GET", "/console/{asset}", "console.asset", "What that page is made of"),
     _admin("GET", "/overview", "admin.overview", "Everything at a glance; waits for news"),
+    _admin("GET", "/why", "admin.why", "Why a model or a replica is not what it should be"),
     _admin("GET", "/models", "admin.models", "Models, their state and demand"),
     _admin("GET", "/replicas", "admin.replicas", "Records of all replicas"),
     _admin("GET", "/snapshots", "admin.snapshots", "What each host has"),

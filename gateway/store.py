@@ -24,6 +24,7 @@ from gateway import logs
 from gateway.errors import StoreUnavailable
 from gateway.hosts import HostNumbers
 from gateway.permits import SETTLE_S, TENURE_S, TTL_S, Grant, Wish, payload
+from policies.journal import Trail
 from policies.limits import SHARE, Claim, Settled
 from policies.replica import Replica
 from policies.tasks import MAX_TASKS, TASK_TTL_S, Progress, Task
@@ -226,6 +227,12 @@ class Store:
         operations = [_decoded(Operation, text) for text in texts[: len(ids)] if text]
         tasks = [_decoded(Task, text) for text in texts[len(ids) :] if text]
         return [one for one in operations if one is not None], [one for one in tasks if one is not None]
+
+    async def trails(self) -> Sequence[Trail]:
+        """The last attempts of all hosts that have ended, the latest first."""
+        with _translated():
+            texts = await self._client.lrange(self.keys.journal, 0, -1)
+        return [one for text in texts if (one := _decoded(Trail, text)) is not None]
 
     async def progress(self, hosts: Sequence[str]) -> Sequence[Progress]:
         """What goes on at these hosts."""

@@ -12,7 +12,7 @@ import time
 from gateway.errors import Busy
 from gateway.operations import Events
 from gateway.store import Store
-from policies.tasks import Task, TaskState
+from policies.tasks import CHORES, Task, TaskState
 
 _REREAD_S = 5.0
 
@@ -38,7 +38,7 @@ class Tasks:
         made = task.model_copy(update={"id": f"task-{secrets.token_hex(8)}", "created_ms": now_ms, "updated_ms": now_ms})
         if not await self._store.create_task(made):
             raise Busy(f"Too many tasks wait for the restorer on {task.host}; ask again when it has got on.")
-        if made.kind != "log":
+        if made.kind in CHORES:
             await self._store.note(made.id, now_ms)
         return made
 

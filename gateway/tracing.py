@@ -82,11 +82,13 @@ def load(config: Config) -> Callable[..., Outlet] | None:
     if config.tracing.endpoint is None:
         return None
     try:
-        sender: Callable[..., Outlet] = importlib.import_module("gateway.otlp").Sender
+        module = importlib.import_module("gateway.otlp")
+        module.preload()
     except ImportError as error:
         raise Missing(
             f"tracing.endpoint is set, and {error.name} is not installed: pip install 'rewake[tracing]', or leave tracing out"
         ) from None
+    sender: Callable[..., Outlet] = module.Sender
     return sender
 
 

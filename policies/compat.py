@@ -1,99 +1,53 @@
 """Can this snapshot run here? Answers with every mismatch, never just the first.
 
-Each :data:`RULES` row names a host fact, how it is compared, and what to do about a difference. An unknown fact is a
-mismatch: a restore that might crash half-way costs more than a cold start.
+How facts of a host are compared is :mod:`policies.matching`'s table to say; settings must be equal, each of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
 
 from policies.manifest import GpuFacts, HostFacts, Manifest, Profile
+from policies.matching import FACTS, GPU_FACTS, MATCHING, Comparison, Matching, Mismatch, Rule, compare, show
+from policies.secrets import hidden, hidden_argv
+from policies.trust import TRUST
+
+__all__ = ["Mismatch", "gpu_obstacles", "host_mismatches", "mismatches", "newest_fit", "profile_mismatches", "waived"]
+
+_PLAIN = {"backend": "criu"}
+"""What it means where a profile names none."""
 
 
-class Mismatch(NamedTuple):
-    """One reason why a snapshot does not fit."""
-
-    field: str
-    expected: str
-    found: str
-    remedy: str
-
-    def __str__(self) -> str:
-        return f"{self.field}: expected {self.expected}, found {self.found}; {self.remedy}"
+_NOTHING = HostFacts(
+    hostname="",
+    **dict.fromkeys(("arch", "kernel", "cpu_model", "cpu_flags", "xsave_size", "criu_version", "criu_sha256", "page_size")),
+)
 
 
-def _equal(donor: Any, here: Any) -> bool:
-    return bool(donor == here)
-
-
-def _superset(donor: Any, here: Any) -> bool:
-    return set(donor) <= set(here)
-
-
-RULES: Mapping[str, tuple[Callable[[Any, Any], bool], str]] = {
-    "arch": (_equal, "restore on a host of the same architecture"),
-    "kernel": (_equal, "boot the donor's kernel, or make a snapshot on this kernel"),
-    "cpu_flags": (_superset, "restore on a CPU with these features, or make a snapshot on this host"),
-    "xsave_size": (_equal, "restore on a CPU with the same extended state, or make a snapshot on this host"),
-    "page_size": (_equal, "boot a kernel with the donor's page size"),
-    "criu_version": (_equal, "install the donor's CRIU version, or make a snapshot with this one"),
-}
-"""Host fact -> (rule over donor's and this host's value, remedy). Facts without a row are only reported."""
-
-_UNKNOWN = "an unknown fact cannot be trusted; run `rewake doctor`"
-
-
-def _each(field: str) -> Callable[[GpuFacts], Any]:
-    """One fact of every GPU, sorted: which of them sits in which slot does not matter. None when one is unknown."""
-
-    def read(facts: GpuFacts) -> Any:
-        values = [getattr(gpu, field) for gpu in facts.gpus or ()]
-        return tuple(sorted(values)) if values and None not in values else None
-
-    return read
-
-
-def _off(donor: Any, here: Any) -> bool:
-    switches = here if isinstance(here, tuple) else (here,)
-    return not any(switches)
-
-
-GPU_RULES: Mapping[str, tuple[Callable[[GpuFacts], Any], Callable[[Any, Any], bool], str]] = {
-    "driver": (lambda facts: facts.driver, _equal, "install the donor's driver, or make a snapshot with this one"),
-    "names": (_each("name"), _equal, "restore on a host with the donor's GPUs, or make a snapshot on this one"),
-    "memory_bytes": (_each("memory_bytes"), _equal, "restore on GPUs of the donor's size, or make a snapshot on this host"),
-    "compute": (_each("compute"), _equal, "restore on GPUs of the same compute capability"),
-    "mig": (_each("mig"), _off, "switch MIG off (nvidia-smi -mig 0): an instance of a GPU cannot be checkpointed"),
-    "mps": (lambda facts: facts.mps, _off, "stop nvidia-cuda-mps-control: its clients cannot be checkpointed"),
-}
-"""GPU fact -> (how it is read, rule over donor's and this host's value, remedy); asked only for engines that use a GPU."""
-
-
-def mismatches(manifest: Manifest, profile: Profile, host: HostFacts) -> list[Mismatch]:
+def mismatches(manifest: Manifest, profile: Profile, host: HostFacts, matching: Matching = MATCHING) -> list[Mismatch]:
     """Every reason why ``manifest`` cannot serve ``profile`` on ``host``; empty when it can."""
-    found = [*_profile(manifest.profile, profile), *_host(manifest.host, host)]
-    if manifest.gpu is not None:
-        found += gpu_mismatches(manifest.host.gpu, host.gpu)
-    return found
+    return [*profile_mismatches(manifest.profile, profile), *host_mismatches(manifest, host, matching)]
 
 
-def gpu_mismatches(donor: GpuFacts | None, here: GpuFacts | None) -> list[Mismatch]:
-    """Every reason why the state of ``donor``'s GPUs cannot be put onto the GPUs of a host.
+def host_mismatches(manifest: Manifest, host: HostFacts, matching: Matching = MATCHING) -> list[Mismatch]:
+    """Every reason why ``manifest`` cannot be restored on ``host``, whatever the settings there.
 
-    Any GPU of the same model will do. The driver wants every GPU that it knew mapped to one that it knows, so hosts must
-    have the same ones.
+    Any GPU of the same model will do. The driver wants every GPU that it knew mapped to one that it knows, so hosts must have
+    the same ones.
     """
-    if here is None:
-        return [Mismatch("host.gpu", "an NVIDIA driver", "none", "restore on a host with the donor's GPUs")]
+    if manifest.gpu is not None and host.gpu is None:
+        found = compare(manifest, host, matching, FACTS)
+        return [*_failed(found), Mismatch("host.gpu", "an NVIDIA driver", "none", "restore on a host with the donor's GPUs")]
+    return list(_failed(compare(manifest, host, matching)))
+
+
+def waived(manifest: Manifest, host: HostFacts, matching: Matching) -> list[Mismatch]:
+    """What passes on ``host`` only because the operator has changed a rule."""
     found = []
-    for field, (read, rule, remedy) in GPU_RULES.items():
-        expected, value = None if donor is None else read(donor), read(here)
-        if expected is None or value is None:
-            found.append(Mismatch(f"host.gpu.{field}", _show(expected), _show(value), _UNKNOWN))
-        elif not rule(expected, value):
-            found.append(Mismatch(f"host.gpu.{field}", _show(expected), _show(value), remedy))
+    for one in compare(manifest, host, matching):
+        if one.waived:
+            setting = "matching.ignore_cpu_flags" if one.waived == "flags" else f"matching.rules.{one.field}: {one.rule}"
+            found.append(Mismatch(f"host.{one.field}", one.expected, one.found, f"let pass by {setting}"))
     return found
 
 
@@ -101,17 +55,26 @@ def gpu_obstacles(here: GpuFacts | None) -> list[Mismatch]:
     """Every reason why no engine on a GPU of this host can be captured."""
     if here is None:
         return [Mismatch("host.gpu", "an NVIDIA driver", "none", "run the engine on a host with a GPU")]
-    return [found for found in gpu_mismatches(here, here) if found.field.rpartition(".")[2] in ("mig", "mps", "driver", "names")]
+    host = _NOTHING.model_copy(update={"gpu": here})
+    found = []
+    for field in ("gpu.driver", "gpu.names", "gpu.mig", "gpu.mps"):
+        fact = GPU_FACTS[field]
+        value = fact.here(host)
+        if value is None:
+            found.append(Mismatch(f"host.{field}", "known", "unknown", "run `rewake doctor`"))
+        elif fact.rule is Rule.CLASS and fact.kind(value):
+            found.append(Mismatch(f"host.{field}", "off", "on", fact.remedy))
+    return found
 
 
 def newest_fit(
-    manifests: Iterable[Manifest], profile: Profile, host: HostFacts
+    manifests: Iterable[Manifest], profile: Profile, host: HostFacts, matching: Matching = MATCHING
 ) -> tuple[Manifest | None, dict[str, list[Mismatch]]]:
     """The newest snapshot that fits, and for each that does not, why."""
     best: Manifest | None = None
     refused: dict[str, list[Mismatch]] = {}
     for manifest in manifests:
-        found = mismatches(manifest, profile, host)
+        found = mismatches(manifest, profile, host, matching)
         if found:
             refused[manifest.id] = found
         elif best is None or manifest.created_ms > best.created_ms:
@@ -119,38 +82,26 @@ def newest_fit(
     return best, refused
 
 
-def _host(donor: HostFacts, here: HostFacts) -> Iterable[Mismatch]:
-    for field, (rule, remedy) in RULES.items():
-        expected, found = getattr(donor, field), getattr(here, field)
-        if expected is None or found is None:
-            yield Mismatch(f"host.{field}", _show(expected), _show(found), _UNKNOWN)
-        elif not rule(expected, found):
-            if rule is _superset:
-                missing = sorted(set(expected) - set(found))
-                yield Mismatch(f"host.{field}", " ".join(missing), "none of these", remedy)
-            else:
-                yield Mismatch(f"host.{field}", _show(expected), _show(found), remedy)
-
-
-_PLAIN = {"backend": "criu"}
-"""What a field that is not there stands for."""
-
-
-def _profile(donor: Profile, here: Profile) -> Iterable[Mismatch]:
+def profile_mismatches(donor: Profile, here: Profile) -> Iterable[Mismatch]:
+    """Every setting that differs. Secrets are never shown, not even those that an older snapshot has as they were."""
     remedy = "put the setting back, or make a new snapshot with `rewake snapshot create`"
     for field in ("model", "engine", "backend", "command", "port", "gpus"):
         expected, found = getattr(donor, field), getattr(here, field)
         if expected != found:
+            if field == "command":
+                expected, found = hidden_argv(expected, TRUST), hidden_argv(found, TRUST)
             plain = _PLAIN.get(field, "none")
-            yield Mismatch(f"profile.{field}", _show(expected or plain), _show(found or plain), remedy)
+            yield Mismatch(f"profile.{field}", show(expected or plain), show(found or plain), remedy)
     for field in ("env", "weights"):
         expected, found = getattr(donor, field), getattr(here, field)
         for key in sorted(expected.keys() | found.keys()):
             if expected.get(key) != found.get(key):
-                yield Mismatch(f"profile.{field}.{key}", _show(expected.get(key)), _show(found.get(key)), remedy)
+                yield Mismatch(f"profile.{field}.{key}", _said(key, expected), _said(key, found), remedy)
 
 
-def _show(value: object) -> str:
-    if value is None:
-        return "unknown"
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+def _said(key: str, values: Mapping[str, str]) -> str:
+    return hidden({key: values[key]}, TRUST)[key] if key in values else show(None)
+
+
+def _failed(compared: Iterable[Comparison]) -> Iterable[Mismatch]:
+    return (Mismatch(f"host.{one.field}", one.expected, one.found, one.remedy) for one in compared if not one.same)

@@ -16,6 +16,7 @@ from pydantic import AfterValidator, Field, JsonValue, ValidationError, field_va
 from policies.balance import Balance
 from policies.groups import Group
 from policies.holding import Bounds, Hold
+from policies.matching import Matching
 from policies.observing import Metrics, Tracing
 from policies.reading import Restore
 from policies.retention import Retention
@@ -232,6 +233,20 @@ class Gateway(Section):
     """How long open responses may finish, and held requests may still be served, after SIGTERM, Ctrl-C or ``rewake restart``."""
 
 
+class Quarantine(Section):
+    """When a snapshot whose restores fail is not restored any more, and how long it is left alone before that."""
+
+    hosts: Annotated[int, Field(ge=2)] = 2
+    """So many hosts on which a restore failed by the snapshot's own fault: no host restores it any more."""
+    failures: Count = 3
+    """So many such failures in a row on one host: that host does not restore it any more. Proof, such as a byte that is not what
+    was committed, is enough at once."""
+    backoff_s: PositiveSeconds = 1.0
+    """The pause after a first failed restore of a snapshot, whatever its reason; it doubles with each further one in a row."""
+    most_backoff_s: PositiveSeconds = 3600.0
+    """The longest pause."""
+
+
 class Restorer(Section):
     """The worker that starts, restores, captures and stops engines on this host."""
 
@@ -251,6 +266,7 @@ class Restorer(Section):
     """A job whose restorer is silent for this long may be claimed by another."""
     max_attempts: Count = 3
     """Tries of one job before its failure is final."""
+    quarantine: Quarantine = Quarantine()
     failure_backoff_s: PositiveSeconds = 30.0
     """After a final failure the model answers 503 for this long before it is tried again."""
 
@@ -284,6 +300,7 @@ class Config(Section):
     """Who may ask. None: there are no API keys and everybody is one tenant."""
     groups: Mapping[str, Group] = {}
     """Models that exclude each other: each names its group."""
+    matching: Matching = Matching()
     retention: Retention = Retention()
     """How long snapshots are kept on this host."""
     trust: Trust = Trust()

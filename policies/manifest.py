@@ -277,7 +277,7 @@ class Manifest(_Record):
     gpu: GpuState | None = None
     """None: the engine used no GPU."""
     canary_s: float | None = None
-    """Seconds in which the donor itself answered its canary."""
+    """Seconds in which its canary was answered: the least that was seen of its donor, and of its rehearsal."""
     needs: Needs | None = None
     secrets: tuple[str, ...] | None = None
     """What in the donor's environment and command is a secret by its name (:mod:`policies.secrets`); never a value. None: a

@@ -35,10 +35,16 @@ class Choice:
     why: str
 
 
-def direct(settings: Restore, rates: Rates | None) -> Choice:
-    """Whether big memory that is not in the page cache is read past it: fresh memory is then taken once, not twice."""
+def direct(settings: Restore, rates: Rates | None, *, alone: bool = True) -> Choice:
+    """Whether big memory that is not in the page cache is read past it: fresh memory is then taken once, not twice.
+
+    Args:
+        alone: no other replica is being restored from the same snapshot, which could share what is read.
+    """
     if settings.read != "auto":
         return Choice(settings.read == "direct", f"restore.read is {settings.read}")
+    if not alone:
+        return Choice(False, "another replica is being restored from the same snapshot, and reads the same")
     if rates is None:
         return Choice(True, "this host has not been measured yet")
     why = f"{_rate(rates.disk)} past the page cache, {_rate(rates.disk_cached)} through it"
@@ -68,9 +74,9 @@ def ahead(settings: Restore, files: Sequence[MappedFile]) -> tuple[tuple[MappedF
     return chosen, f"the rehearsal's canary touched {touched:.0%} of the big files that are mapped"
 
 
-def choices(settings: Restore, manifest: Manifest, rates: Rates | None) -> tuple[str, ...]:
+def choices(settings: Restore, manifest: Manifest, rates: Rates | None, *, alone: bool = True) -> tuple[str, ...]:
     """Every choice that a restore of this snapshot makes here, in words."""
-    past, (files, why) = direct(settings, rates), ahead(settings, manifest.files)
+    past, (files, why) = direct(settings, rates, alone=alone), ahead(settings, manifest.files)
     return (
         f"cold memory is read {'past' if past.on else 'through'} the page cache: {past.why}",
         f"{len(files)} mapped files are read ahead: {why}",

@@ -28,9 +28,14 @@ class _Record(BaseModel):
     model_config = ConfigDict(frozen=True)
 
 
-TaskKind = Literal["verify", "explain", "log"]
+TaskKind = Literal["verify", "explain", "push", "log"]
 """``verify``: read every byte of a snapshot and compare it with what was committed. ``explain``: whether a snapshot fits this
-host and the model's settings, and every reason why not. ``log``: a part of the log of an engine, running or ended."""
+host and the model's settings, and every reason why not. ``push``: copy a snapshot to the remote that starts pull from, or the
+only one. ``log``: a part of the log of an engine, running or ended."""
+
+
+CHORES: frozenset[TaskKind] = frozenset(("verify",))
+"""Kinds that take their time, and are listed beside operations."""
 
 
 class TaskState(enum.StrEnum):

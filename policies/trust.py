@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from policies.compat import Mismatch
+from policies.matching import Mismatch
 from policies.scalars import Section
 
 Policy = Literal["require", "warn", "off"]
@@ -83,6 +83,8 @@ class Verdict:
         return f"{self.state} by {', '.join(self.keys)}" if self.keys else self.state
 
 
+TRUST = Trust()
+"""The defaults."""
 NOT_CHECKED = Verdict("not checked", True)
 
 

@@ -24,6 +24,8 @@
     :spans                        list    Span, the newest last; at most SPANS_KEPT    restorer adds, gateway takes
     :gateways / :gateway:{id}     set, string (expires)   GatewayReport                that gateway
     :hosts / :host:{name}         set, string (expires)   HostReport                   that restorer
+    :verdicts                     hash    snapshot, tab, host -> JSON list of its last Notes   that host's restorer
+    :journal                      list    Trail: the last attempts that ended, newest first   restorers push
     :suspects                     hash    incarnation -> reason                        gateway adds, its restorer removes
     :recent                       zset    operation or task id -> ms it was made at    gateway; the last RECENT stay
     :task:{id}                    string  Task; expires                                gateway creates, restorer settles
@@ -37,12 +39,12 @@ Events hint, records rule: a lost message costs a moment (readers re-read every 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
-from policies.replica import Replica
+from policies.replica import Replica, State
 
 SCHEMA = "1"
 
@@ -71,6 +73,8 @@ class Keys:
         self.jobs = f"{namespace}:jobs"
         self.gateways = f"{namespace}:gateways"
         self.hosts = f"{namespace}:hosts"
+        self.verdicts = f"{namespace}:verdicts"
+        self.journal = f"{namespace}:journal"
         self.suspects = f"{namespace}:suspects"
         self.preloaded = f"{namespace}:preloaded"
         self.recent = f"{namespace}:recent"
@@ -131,6 +135,8 @@ class Keys:
 
 COLD = "cold"
 """The origin of an engine that was not restored."""
+TRAILS = 100
+"""Ended attempts kept in :journal."""
 STAGE_SAMPLES = 32
 """Durations kept for each stage, the newest last."""
 
@@ -334,3 +340,15 @@ class Hint(_Record):
     """A task was made, or settled."""
     progress: str | None = None
     """The restorer of this host has got on with something."""
+
+
+def demand(reports: Sequence[GatewayReport], model: str) -> int:
+    """Live requests for a model over all gateways: held, in flight, or turned away a moment ago."""
+    return sum(load.demand for report in reports if (load := report.models.get(model)) is not None)
+
+
+def durations(record: Replica) -> Iterator[tuple[StageKey, float]]:
+    """What an admitted replica's start took, stage by stage."""
+    if record.state is State.ADMITTED:
+        origin = record.snapshot if record.start == "restored" and record.snapshot else COLD
+        yield from ((StageKey(record.host, origin, stage.name), stage.seconds) for stage in record.stages)

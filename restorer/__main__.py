@@ -15,6 +15,7 @@ from policies.config import Config
 from restorer import network
 from restorer.errors import RestorerError
 from restorer.host import build
+from restorer.journal import Hook, program_hook
 from restorer.reload import Line, read, reload
 from restorer.worker import Worker
 
@@ -31,6 +32,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--config", required=True, type=Path)
     parser.add_argument("--control-fd", type=int, help="the line to a supervisor, which has the configuration")
     parser.add_argument("--store", required=True, help="redis://, rediss:// or unix:// URL of the shared store")
+    # For tests alone: a program that is run before and after each step, and may let it fail.
+    parser.add_argument("--step-hook", default=os.environ.get("REWAKE_STEP_HOOK"), help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
@@ -46,19 +49,20 @@ def main(argv: list[str] | None = None) -> int:
         return _refuse(f"another restorer works in {config.run_dir}; stop it first, or give this one a run_dir of its own")
     try:
         # Not uvloop: its children inherit descriptors that are not theirs, and an engine that holds one cannot be dumped.
-        return asyncio.run(_serve(config, options.store, options.config, line))
+        hook = None if options.step_hook is None else program_hook(options.step_hook)
+        return asyncio.run(_serve(config, options.store, options.config, line, hook))
     except RestorerError as error:
         print(f"restorer: {error}", file=sys.stderr)
         return 1
 
 
-async def _serve(config: Config, store: str, file: Path, line: Line | None) -> int:
+async def _serve(config: Config, store: str, file: Path, line: Line | None, hook: Hook | None) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     await network.free(config.restorer.network)
-    host = await asyncio.to_thread(build, config, store)
+    host = await asyncio.to_thread(build, config, store, hook=hook)
     log.info("restorer on %s: %s", host.name, host.capability)
     if line is None:
         loop.add_signal_handler(signal.SIGHUP, reload, host, file)

@@ -108,6 +108,7 @@ def captured(tally: Tally, model: str) -> Iterator[None]:
 def observe(host: Host, held: Iterable[Held], running: int, summaries: Iterable[SnapshotSummary]) -> Mapping[str, float]:
     """This host's gauges, by field. Blocks for a look at the disk."""
     tally = host.tally
+    _begin(tally, list(host.config.models))
     _leases(tally, list(held))
     _snapshots(tally, list(host.config.models), list(summaries))
     _storage(tally, host.config.state_dir)
@@ -132,6 +133,19 @@ async def observe_gpus(host: Host) -> None:
     tally.replace("gpu_memory_free_bytes", {(names[uuid],): float(one["free"]) for uuid, one in known.items()})
     tally.replace("gpu_memory_size_bytes", {(names[uuid],): float(one["total"]) for uuid, one in known.items()})
     tally.replace("gpu_leased", {(name,): float(host.gpus.taken(uuid)) for uuid, name in names.items()})
+
+
+def _begin(tally: Tally, models: Iterable[str]) -> None:
+    """Counters begin at 0: of one that is first seen at 1, nobody could tell that it has just risen."""
+    for kind in JobKind if tally.first("") else ():
+        tally.inc("lease_takeovers", kind, by=0)
+        tally.inc("leases_lost", kind, by=0)
+    for model in filter(tally.first, models):
+        for result in ("equal", "different", "failed"):
+            tally.inc("canary", model, result, by=0)
+        for fault in ("bytes", "file", "weights", "signature"):
+            tally.inc("snapshot_faults", model, fault, by=0)
+        tally.inc("captures", model, "published", by=0)
 
 
 def _storage(tally: Tally, folder: str) -> None:

@@ -64,15 +64,12 @@ class Backend:
         return await box.spawn((*SEAL, *engine.argv()), engine.environment(box.mountpoint, visible))
 
     async def dump(self, box: Box, pid: int, images: Path, engine: HttpEngine) -> None:
-        """Write the images of the tree under ``pid`` and leave it stopped, until :meth:`thaw` or the end of its box.
+        """Write the images of the tree under ``pid`` and leave it stopped, until its box is let run or ended.
 
         Raises:
             ToolFailed: the tool refused; the tree runs on. ToolHung: it did not end in time. Environment: the disk is full.
         """
         raise SnapshotError(f"no snapshot can be made: {self.obstacle()}")
-
-    async def thaw(self, box: Box) -> None:
-        """Let a tree that :meth:`dump` left stopped, or half-way, run on."""
 
     async def restore(self, box: Box, engine: HttpEngine, images: Path, options: Sequence[str]) -> None:
         """Restore images into an empty box whose private folders are laid; returns once the tree runs.

@@ -40,9 +40,6 @@ class OwnCriu(Backend):
     async def dump(self, box: Box, pid: int, images: Path, engine: HttpEngine) -> None:
         await self._tool().dump(box, pid, images, engine.dump_options)
 
-    async def thaw(self, box: Box) -> None:
-        await self._tool().thaw(box)
-
     async def restore(self, box: Box, engine: HttpEngine, images: Path, options: Sequence[str]) -> None:
         await self._tool().restore(box, images, options)
 

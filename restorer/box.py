@@ -26,15 +26,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from restorer import boxinit, cgroups, network
-from restorer.errors import Environment, ToolFailed, ToolHung
-from restorer.processes import children, readable, start_time, status
+from restorer import boxinit, cgroups, inventory, network
+from restorer.errors import EngineDied, Environment, ToolFailed, ToolHung
+from restorer.processes import children, proceed, readable, start_time, status
 
 log = logging.getLogger("rewake.restorer")
 
 FIRST_PID = 1000
 """Engines start here, so that the few tools that enter a box to restore one (from pid 2 upwards) are never in its way."""
 _UNSHARE = ("unshare", "--pid", "--mount", "--ipc", "--uts", "--net", "--fork", "--kill-child", "--mount-proc", "--")
+_SHOW = """mkdir -p "$2" && [ -z "$(ls -A "$2")" ] || { echo "it is no empty folder"; exit 1; }
+mount --bind "$1" "$2"
+"""
 _SPAWN = """echo {last} > /proc/sys/kernel/ns_last_pid && cd "$1" && shift || exit 1
 setsid "$@" </dev/null >>engine.log 2>&1 &
 echo $!"""
@@ -138,6 +141,24 @@ class Box:
             raise ToolFailed("sh", started.rc, started.text)
         return int(started.text.split()[-1])
 
+    async def appear_at(self, mountpoint: Path) -> None:
+        """Show the private folder where a donor in another installation had its own: the images name what is in it by that path.
+
+        Raises:
+            Environment: something else is there.
+        """
+        if mountpoint == self.mountpoint:
+            return
+        argv = ["/bin/sh", "-c", _SHOW, "sh", str(self.mountpoint), str(mountpoint)]
+        shown = await self.run(argv, timeout_s=_SETUP_S)
+        if shown.rc != 0:
+            raise Environment(
+                f"{mountpoint}, where the donor had its private folder, cannot be used here: {shown.text.strip()}; "
+                "set run_dir as it is on the donor's host, or make a snapshot here"
+            )
+        self.mountpoint = mountpoint
+        self.remember(mountpoint=str(mountpoint))
+
     def host_pid(self, inner_pid: int) -> int | None:
         """The host's number of a process that pid 1 of the box is parent of; None when there is none."""
         for pid in children(self.init_pid):
@@ -145,6 +166,13 @@ class Box:
                 if status(pid, "NSpid").split()[-1] == str(inner_pid):
                     return pid
         return None
+
+    def let_run(self) -> None:
+        """Let all that is stopped or frozen in it run on: from outside, so that no tool could fail or hang. Blocks."""
+        if (group := self.facts.get("cgroup")) is not None:
+            cgroups.thaw(group)
+        with contextlib.suppress(EngineDied):
+            proceed(pid for pid in inventory.tree(self.init_pid).pids if pid != self.init_pid)
 
     async def kill(self) -> None:
         """End everything in the box and wait until it is gone. Idempotent; shielded from cancellation by its callers."""
@@ -187,30 +215,45 @@ class BoxFactory:
         self._taken: set[int] = set()
         self._spare = spare
         self._ready: list[Box] = []
+        self._known: dict[str, Box] = {}
+        """Every box there is, by id: those taken, the spares, and what another process left behind."""
         self._unshares: set[asyncio.subprocess.Process] = set()
         self._filling = asyncio.Lock()
         for folder in (self._states, self._folders, self.mountpoint):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
-    async def take(self) -> Box:
-        """A fresh box. The caller owns it and kills it."""
-        while self._ready:
-            box = self._ready.pop()
-            if box.alive:
-                return box
+    def reserve(self) -> str:
+        """The id of the box that :meth:`take` will hand out for it, so that it can be noted first. A spare is kept for it."""
+        if not self._ready:
+            return secrets.token_hex(6)
+        return self._ready.pop().id
+
+    async def take(self, id: str | None = None) -> Box:
+        """A fresh box, by an id from :meth:`reserve`. The caller owns it and kills it."""
+        id = self.reserve() if id is None else id
+        box = self._known.get(id)
+        if box is not None and box.alive:
+            return box
+        if box is not None:
             await self.discard(box)
-        return await self._make()
+        return await self._make(id)
+
+    def known(self, id: str) -> Box | None:
+        """The handle of a box that there is; None: it is gone."""
+        return self._known.get(id)
 
     async def fill(self) -> None:
         """Top the spares up; called when nothing is urgent."""
         async with self._filling:
             while len(self._ready) < self._spare:
-                self._ready.append(await self._make())
+                self._ready.append(await self._make(secrets.token_hex(6)))
 
     async def discard(self, box: Box) -> None:
         """Kill a box and free its network."""
         await box.kill()
-        self._taken.discard(box.index)
+        # Once: its number may be another box's by the second time.
+        if self._known.pop(box.id, None) is not None:
+            self._taken.discard(box.index)
 
     async def close(self) -> None:
         """Kill the spares."""
@@ -233,8 +276,9 @@ class BoxFactory:
             index = int(record.get("index", -1))
             box = self._handle(id, pid, index)
             box.facts = {**record.get("facts", {}), "init_start_time": start_time(pid)}
+            box.mountpoint = Path(box.facts.get("mountpoint", box.mountpoint))
             self._taken.add(index)
-            found[id] = box
+            found[id] = self._known[id] = box
         for stale in (path for path in self._states.iterdir() if path.stem not in found):
             await cgroups.remove(cgroups.name(stale.stem))
             stale.unlink(missing_ok=True)
@@ -275,16 +319,16 @@ class BoxFactory:
         self._taken.add(index)
         return index
 
-    async def _make(self) -> Box:
+    async def _make(self, id: str) -> Box:
         while True:
             try:
-                return await self._make_at(self._take_index())
+                return await self._make_at(id, self._take_index())
             except network.AddressTaken as error:
                 # By another installation on this host; its number stays taken here, so this ends with the network.
                 log.warning("%s; taking the next", error)
 
-    async def _make_at(self, index: int) -> Box:
-        box = self._handle(secrets.token_hex(6), 0, index)
+    async def _make_at(self, id: str, index: int) -> Box:
+        box = self._known[id] = self._handle(id, 0, index)
         try:
             for folder in (box.private / "tmp", box.private / "home", box.work):
                 folder.mkdir(parents=True, mode=0o700)

@@ -9,21 +9,26 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from policies import reading
+from policies.journal import Undo
 from policies.manifest import Exchange, GpuState, Manifest, MappedFile, Profile
-from restorer import accounts, canary, gpustate, inventory, pages, prefetch
+from restorer import accounts, canary, gpustate, inventory, pages, prefetch, proof
+from restorer import donor as facts
 from restorer.box import Box
 from restorer.criu import GHOST_LIMIT
+from restorer.donor import Donor
+from restorer.elf import build_id
 from restorer.errors import CanaryDiffers, EngineDied, SnapshotError
 from restorer.files import disk_space
 from restorer.host import Host
 from restorer.instance import Instance, connect
 from restorer.snapshots import Staging, capture_tree
 from restorer.stages import Stages
+from restorer.undo import fresh_box
 
 _QUIET_S = 10.0
 _FILL_BYTES = 64 << 20
@@ -47,10 +52,11 @@ async def capture(
             async with connect(donor) as client:
                 await donor.engine.quiesce(client)
                 exchanges, canary_s = await canary.record(client, donor.engine)
+                version = await facts.version(client, profile.engine)
                 # The canary left its traces too.
                 await donor.engine.quiesce(client)
         async with gpustate.asleep(host, donor, stages, keep=keep) as gpu:
-            return await _dumped(host, donor, _Draft(profile, exchanges, canary_s, cold_start_s, gpu), stages)
+            return await _dumped(host, donor, _Draft(profile, exchanges, canary_s, cold_start_s, gpu, version), stages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,33 +68,41 @@ class _Draft:
     canary_s: float
     cold_start_s: float
     gpu: GpuState | None
+    version: str | None
 
 
 async def _dumped(host: Host, donor: Instance, known: _Draft, stages: Stages) -> Manifest:
     backend, box = host.backend(donor.engine.name), donor.box
     private = ("/dev/shm", str(box.mountpoint))
     with stages.timed("inspect"):
-        pids, files = await _inspect(host, donor, private)
-    with host.snapshots.stage() as staging:
+        pids, files, found = await _inspect(host, donor, known.profile, private)
+    name = Staging.fresh_name()
+    with stages.timed("stage", Undo(what="staging", name=name)):
+        await stages.durable()
+        staging = await asyncio.to_thread(host.snapshots.stage, name)
+    with staging:
         try:
-            with stages.timed("dump") as stage:
+            with stages.timed("dump", Undo(what="thaw", name=box.id)) as stage:
                 await backend.dump(box, donor.inner_pid, staging.images, donor.engine)
-                for number, folder in enumerate(_scratch(box)):
-                    await asyncio.to_thread(capture_tree, folder, staging.scratch / str(number))
                 stage.bytes = await asyncio.to_thread(_size, staging.path)
+            with stages.timed("copy scratch") as stage:
+                stage.bytes = 0
+                for number, folder in enumerate(_scratch(box)):
+                    stage.bytes += await asyncio.to_thread(capture_tree, folder, staging.scratch / str(number))
             if backend.can.fill and stage.bytes >= _FILL_BYTES:
                 rates = await host.speed.measured() if host.speed else None
                 with stages.timed("take memory out") as stage, disk_space("moving memory aside", staging.path):
                     stage.bytes = await asyncio.to_thread(pages.take_out, staging.images, huge=reading.huge(rates).on)
-            draft = _draft(host, donor, known, pids, files, private)
+            draft = _draft(host, donor, known, pids, files, private, found)
             if host.model(known.profile.model).snapshot.rehearse:
                 with stages.timed("rehearse"):
-                    draft = prefetch.noted(draft, await _rehearse(host, donor, staging, draft))
+                    parts = stages.parts("rehearse")
+                    draft = await _rehearse(host, donor, staging, draft, parts)
             with stages.timed("publish") as stage:
                 manifest = await asyncio.to_thread(host.snapshots.commit, staging, draft)
                 stage.bytes = manifest.bytes
         finally:
-            await asyncio.shield(backend.thaw(box))
+            await asyncio.shield(asyncio.to_thread(box.let_run))
     return manifest
 
 
@@ -97,8 +111,11 @@ def _scratch(box: Box) -> tuple[Path, Path]:
     return box.root / "dev/shm", box.private
 
 
-async def _inspect(host: Host, donor: Instance, private: Sequence[str]) -> tuple[tuple[int, ...], tuple[MappedFile, ...]]:
-    """(pids and tids inside the box, files the donor depends on); refuses what CRIU could not dump."""
+async def _inspect(
+    host: Host, donor: Instance, profile: Profile, private: Sequence[str]
+) -> tuple[tuple[int, ...], tuple[MappedFile, ...], Donor]:
+    """(pids and tids inside the box, files the donor depends on, what else there is to say of it); refuses what CRIU could not
+    dump, and what the operator wants no snapshot of."""
     backend, deadline = host.backend(donor.engine.name), time.monotonic() + _QUIET_S
     private = (*private, *backend.private)
     while True:
@@ -112,7 +129,9 @@ async def _inspect(host: Host, donor: Instance, private: Sequence[str]) -> tuple
         raise SnapshotError("the engine cannot be dumped as it is: " + " | ".join(map(str, fatal)))
     tree = await asyncio.to_thread(inventory.tree, donor.pid)
     paths = await asyncio.to_thread(inventory.mapped_files, donor.pid, private=private)
-    return tree.inner, await asyncio.to_thread(_hashed, host, backend.located(donor.engine, paths))
+    shm = _scratch(donor.box)[0]
+    seen = await asyncio.to_thread(facts.look, tree.pids, shm, profile, host.config.trust)
+    return tree.inner, await asyncio.to_thread(_hashed, host, backend.located(donor.engine, paths)), seen
 
 
 def _hashed(host: Host, paths: Sequence[str]) -> tuple[MappedFile, ...]:
@@ -120,12 +139,18 @@ def _hashed(host: Host, paths: Sequence[str]) -> tuple[MappedFile, ...]:
     for path, found in host.stamps.sha256_all(map(Path, paths)).items():
         if isinstance(found, OSError):
             raise SnapshotError(f"the engine has {path} open, which cannot be read: {found}; a restore could not rely on it")
-        files.append(MappedFile(path=str(path), bytes=path.stat().st_size, sha256=found))
+        files.append(MappedFile(path=str(path), bytes=path.stat().st_size, sha256=found, build_id=build_id(path)))
     return tuple(files)
 
 
 def _draft(
-    host: Host, donor: Instance, known: _Draft, pids: tuple[int, ...], files: tuple[MappedFile, ...], private: tuple[str, ...]
+    host: Host,
+    donor: Instance,
+    known: _Draft,
+    pids: tuple[int, ...],
+    files: tuple[MappedFile, ...],
+    private: tuple[str, ...],
+    found: Donor,
 ) -> Manifest:
     return Manifest(
         created_ms=time.time_ns() // 1_000_000,
@@ -142,32 +167,42 @@ def _draft(
         bytes=0,
         bytes_written=0,
         gpu=known.gpu,
+        needs=found.needs,
+        secrets=found.secrets,
+        engine_version=known.version,
+        model_revision=found.model_revision,
         canary_s=round(known.canary_s, 4),
     )
 
 
-async def _rehearse(host: Host, donor: Instance, staging: Staging, draft: Manifest) -> Mapping[str, int]:
+async def _rehearse(host: Host, donor: Instance, staging: Staging, draft: Manifest, stages: Stages) -> Manifest:
     """Restore what is staged beside the stopped donor, on the GPUs that the donor has left, and compare.
 
-    Returns path -> bytes that the canary touched, of every file that is mapped.
+    Returns the draft with what was measured: the canary's time, and what it touched of mapped files.
     """
-    box, placement, engine = await host.boxes.take(), None, donor.engine
+    box = await fresh_box(host, stages)
     try:
+        placement = None
         if draft.gpu is not None:
             placement = await host.gpus.share(draft.gpu.used)
             box.remember(gpus=list(placement.uuids))
-        replica = await gpustate.revive(host, box, engine, draft, staging.path, Stages(), placement)
-        async with connect(replica) as client:
-            verdict = await canary.check(client, engine, draft.canary)
+        replica = await proof.revived(host, box, donor.engine, draft, staging.path, stages, placement, _nobody_is_told)
         touched = await asyncio.to_thread(prefetch.touched, replica.pid)
         await gpustate.settle(replica)
     except EngineDied as error:
         raise SnapshotError(f"the rehearsal's engine died: {error}") from error
+    except CanaryDiffers as error:
+        raise CanaryDiffers(f"rehearsal: {error}; nothing was published") from error
     finally:
         await asyncio.shield(host.discard(box))
-    if not verdict.equal:
-        raise CanaryDiffers(f"the rehearsal did not repeat the donor's answers: {verdict.difference}; nothing was published")
-    return touched
+    known_s = [stage.seconds for stage in stages.done if stage.name.endswith("canary")]
+    return prefetch.noted(draft, touched).model_copy(
+        update={"canary_s": min(filter(None, (draft.canary_s, *known_s)), default=None)}
+    )
+
+
+async def _nobody_is_told() -> None:
+    """A rehearsal has no record."""
 
 
 def _size(folder: Path) -> int:

@@ -89,7 +89,7 @@ def survey(store: SnapshotStore, usable: Mapping[str, bool], users: Mapping[str,
                 since_ms=since_ms,
                 bytes=manifest.bytes,
                 usable=usable.get(manifest.id, False),
-                quarantined=store.quarantined(manifest.id) is not None,
+                quarantined=store.verdicts.standing(manifest.id).quarantined is not None,
                 in_use=in_use,
                 weights=_weights(manifest),
             )

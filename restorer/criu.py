@@ -17,6 +17,7 @@ GHOST_LIMIT = 256 << 20
 """Bytes up to which an open file that has no name any more is put into the images."""
 COMMON = ("--file-locks", "--link-remap", "--ghost-limit", f"{GHOST_LIMIT >> 20}M", "--manage-cgroups=ignore", "-v1")
 """Options of every dump and restore. cgroups are the host's business, not the snapshot's."""
+_TAIL = 20
 
 
 class Criu:
@@ -32,7 +33,7 @@ class Criu:
         self._timeout_s = timeout_s
 
     async def dump(self, box: Box, pid: int, images: Path, options: Sequence[str]) -> None:
-        """Dump the tree under ``pid`` (a pid inside the box) and leave it stopped: the caller thaws or kills it.
+        """Dump the tree under ``pid`` (a pid inside the box) and leave it stopped: the caller lets it run on, or kills it.
 
         Raises:
             ToolFailed: CRIU refused; the tree runs on. ToolHung: it did not end in time. Environment: the disk is full.
@@ -49,10 +50,6 @@ class Criu:
         argv = ["restore", "-D", str(images), "-W", str(box.work), "-o", "restore.log", "--restore-detached"]
         await self._run(box, [*argv, *COMMON, *options], box.work / "restore.log")
 
-    async def thaw(self, box: Box) -> None:
-        """Let a tree that :meth:`dump` left stopped run on."""
-        await box.run(["/bin/sh", "-c", "kill -CONT -1"], timeout_s=10.0)
-
     async def _run(self, box: Box, arguments: Sequence[str], log: Path) -> None:
         output = await box.run([str(self.binary), *arguments], timeout_s=self._timeout_s)
         if output.rc != 0:
@@ -65,7 +62,7 @@ def failure(tool: str, output: Output, log: Path) -> ToolFailed | Environment:
         lines = [line for line in log.read_text(errors="replace").splitlines() if "RLIMIT_NOFILE" not in line]
     except OSError:
         lines = output.text.splitlines()
-    tail = "\n".join(lines[-12:])
+    tail = "\n".join(lines[-_TAIL:])
     if "No space left on device" in tail:
         return Environment(f"disk full while criu wrote images: {tail}")
     return ToolFailed(tool, output.rc, tail or output.text)

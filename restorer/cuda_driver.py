@@ -44,8 +44,13 @@ class _Nvml:
 
     def facts(self) -> dict[str, Any]:
         with self._nvml() as nvml:
-            gpus = [self._gpu(nvml, handle) for handle in self._handles(nvml)]
-            return {"driver": _text(nvml.nvmlSystemGetDriverVersion()), "mps": _mps(), "gpus": gpus}
+            handles = self._handles(nvml)
+            return {
+                "driver": _text(nvml.nvmlSystemGetDriverVersion()),
+                "mps": _mps(),
+                "gpus": [self._gpu(nvml, handle) for handle in handles],
+                "topology": _topology(nvml, handles),
+            }
 
     def memory(self) -> dict[str, dict[str, Any]]:
         with self._nvml() as nvml:
@@ -73,6 +78,7 @@ class _Nvml:
             "compute": None if compute is None else ".".join(map(str, compute)),
             "mig": ask(lambda: bool(nvml.nvmlDeviceGetMigMode(handle)[0]), False),
             "persistence": ask(lambda: bool(nvml.nvmlDeviceGetPersistenceMode(handle))),
+            "ecc": ask(lambda: bool(nvml.nvmlDeviceGetEccMode(handle)[0]), False),
         }
 
     def _handles(self, nvml: Any) -> list[Any]:
@@ -313,3 +319,31 @@ def _mps() -> bool:
                 if Path(f"/proc/{entry}/comm").read_text().startswith("nvidia-cuda-mps"):
                     return True
     return False
+
+
+def _topology(nvml: Any, handles: Sequence[Any]) -> str | None:
+    """How GPUs are linked, as a class: the same number of NVLinks each, and the same nearness on the bus of each two.
+
+    None: the driver does not say.
+    """
+    nvlinks, levels = [], []
+    try:
+        for at, handle in enumerate(handles):
+            nvlinks.append(_nvlinks(nvml, handle))
+            levels += [int(nvml.nvmlDeviceGetTopologyCommonAncestor(handle, other)) for other in handles[at + 1 :]]
+    except nvml.NVMLError as error:
+        return "" if error.value == nvml.NVML_ERROR_NOT_SUPPORTED else None
+    return f"NVLinks {' '.join(map(str, sorted(nvlinks)))}; bus {' '.join(map(str, sorted(levels)))}" if levels else ""
+
+
+def _nvlinks(nvml: Any, handle: Any) -> int:
+    """Links of a GPU that are up."""
+    up = 0
+    for link in range(nvml.NVML_NVLINK_MAX_LINKS):
+        try:
+            up += int(nvml.nvmlDeviceGetNvLinkState(handle, link) == nvml.NVML_FEATURE_ENABLED)
+        except nvml.NVMLError as error:
+            if error.value not in (nvml.NVML_ERROR_NOT_SUPPORTED, nvml.NVML_ERROR_INVALID_ARGUMENT):
+                raise
+            break
+    return up

@@ -1,23 +1,30 @@
 """Everything that can go wrong in the restorer, as one tree. Knows no sibling: every module raises from here.
 
-The ``kind`` of an error decides what becomes of a start: the host is wrong (another host may do), the snapshot is wrong
-(quarantine it), the moment is wrong (try again), a tool or the environment is (say so), or nobody wants it any more.
+The ``kind`` of an error, and what a tool has written, decide what becomes of a start: see :mod:`policies.failures`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from policies.compat import Mismatch
-
-Kind = Literal["host", "snapshot", "transient", "tool", "environment", "cancelled"]
+from policies.failures import Class, Verdict, classify
 
 
 class RestorerError(Exception):
     """Base of all. Never raised itself."""
 
-    kind: ClassVar[Kind]
+    kind: ClassVar[Class]
+    certain: ClassVar[bool] = False
+    """Of a snapshot's fault: once is proof."""
+    log: str = ""
+    """What the tool or the engine behind it has written."""
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whose fault it is, after a look at what was written."""
+        return classify(self.kind, str(self), self.log, certain=self.certain)
 
     @property
     def brief(self) -> str:
@@ -39,6 +46,7 @@ class SnapshotError(RestorerError):
     """The snapshot, or the donor that was to become one, is not usable. Says which object or file, expected and found."""
 
     kind = "snapshot"
+    certain = True
 
 
 class CanaryDiffers(SnapshotError):
@@ -57,7 +65,7 @@ class ToolFailed(RestorerError):
     kind = "tool"
 
     def __init__(self, tool: str, rc: int, tail: str) -> None:
-        self.tool, self.rc, self.tail = tool, rc, tail
+        self.tool, self.rc, self.log = tool, rc, tail
         super().__init__(f"{tool} failed with status {rc}: {tail.strip() or 'it said nothing'}")
 
     @property
@@ -97,6 +105,12 @@ class EngineDied(RestorerError):
 
 class EngineNotReady(RestorerError):
     """The engine runs, but did not answer, or not in time."""
+
+    kind = "transient"
+
+
+class HeldBack(RestorerError):
+    """The snapshot that would do failed a moment ago; it is tried again after a pause."""
 
     kind = "transient"
 

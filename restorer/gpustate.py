@@ -101,14 +101,16 @@ async def revive(
         ToolFailed, ToolHung, EngineDied, EngineNotReady, Environment: it failed; the box must be killed.
         SnapshotError: the scratch is unusable, or the weights are not what they were.
     """
-    backend, direct = host.backend(engine.name), reading.direct(engine.model.restore, host.rates).on
-    if manifest.gpu is None or placement is None:
-        return await resurrect(backend, box, engine, manifest, folder, stages, direct=direct)
-    state = manifest.gpu
-    async with _delivery(host, box, state, placement) as delivery:
-        instance = await resurrect(backend, box, engine, manifest, folder, stages, direct=direct)
-        await _awaken(host, instance, state, placement, delivery, stages)
-    return instance
+    backend = host.backend(engine.name)
+    with host.reading(folder) as stages.alone:
+        direct = reading.direct(engine.model.restore, host.rates, alone=stages.alone).on
+        if manifest.gpu is None or placement is None:
+            return await resurrect(backend, box, engine, manifest, folder, stages, direct=direct)
+        state = manifest.gpu
+        async with _delivery(host, box, state, placement) as delivery:
+            instance = await resurrect(backend, box, engine, manifest, folder, stages, direct=direct)
+            await _awaken(host, instance, state, placement, delivery, stages)
+        return instance
 
 
 async def resume(host: Host, instance: Instance, state: GpuState, placement: Placement, stages: Stages) -> None:

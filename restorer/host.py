@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import os
 import re
 import shutil
 import socket
 import subprocess
-from collections.abc import Mapping
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from policies import compat
+from policies import compat, verdicts
 from policies.config import Config, Model
 from policies.floor import Rates
 from policies.manifest import HostFacts, Manifest, Profile
@@ -24,12 +27,13 @@ from restorer.backend import Backend
 from restorer.box import Box, BoxFactory
 from restorer.criu import Criu
 from restorer.cuda import Cuda
-from restorer.errors import RestorerError
+from restorer.errors import Environment, RestorerError
 from restorer.floor import Speed
 from restorer.gpus import Gpus
 from restorer.holds import users_of
 from restorer.integrity import MANIFEST
 from restorer.jobs import JobStore
+from restorer.journal import Hook, Journals
 from restorer.ownership import way_to
 from restorer.probes import MINIMUM_CRIU
 from restorer.progress import ProgressBoard
@@ -56,12 +60,18 @@ class Match:
     quarantined: dict[str, str]
     allowed: tuple[compat.Mismatch, ...] = ()
     """What of the chosen one is not as it should be, and a policy lets pass."""
+    held: dict[str, str] = field(default_factory=dict)
+    """Snapshots whose restores failed a moment ago."""
+    remote: str = ""
+    """Why the remote that starts pull from was of no help, if it was asked."""
 
     @property
     def why(self) -> str:
         """Why there is none, in one line."""
         reasons = [f"snapshot {id} is quarantined: {reason}" for id, reason in self.quarantined.items()]
+        reasons += [f"snapshot {id} is {why}" for id, why in self.held.items()]
         reasons += [f"snapshot {id} does not fit: " + " | ".join(map(str, found)) for id, found in self.refused.items()]
+        reasons += [self.remote] if self.remote else []
         return "; ".join(reasons) or "there is no snapshot of this model"
 
 
@@ -95,6 +105,7 @@ class Host:
     stamps: Stamps
     snapshots: SnapshotStore
     weights: WeightsStore
+    journals: Journals
     cuda: Cuda
     gpus: Gpus
     facts: HostFacts
@@ -112,6 +123,7 @@ class Host:
     """How fast this host is."""
     news: News = field(default_factory=News)
     tally: Tally = field(default_factory=Tally)
+    _reading: Counter[Path] = field(default_factory=Counter)
     _gone: dict[str, Model] = field(default_factory=dict)
     """The last settings of models that the configuration has no more: their replicas still have to end."""
 
@@ -130,6 +142,16 @@ class Host:
         found = [await self.cuda.bandwidth(gpu.uuid) for gpu in (self.facts.gpu and self.facts.gpu.gpus) or ()]
         return min(found, default=None)
 
+    @contextlib.contextmanager
+    def reading(self, folder: Path) -> Iterator[bool]:
+        """A restore out of a folder, until the block ends; yields whether nobody else was restoring out of it already."""
+        self._reading[folder] += 1
+        try:
+            yield self._reading[folder] == 1
+        finally:
+            self._reading[folder] -= 1
+            self._reading += Counter()
+
     def backend(self, name: str) -> Backend:
         """The backend of a model."""
         return self.backends[self.model(name).engine.backend]
@@ -138,6 +160,7 @@ class Host:
         """Put another configuration in force."""
         self._gone.update({name: model for name, model in self.config.models.items() if name not in config.models})
         self.config = config
+        self.snapshots.verdicts.policy = config.restorer.quarantine
         self.judge = judge_of(config)
         self.snapshots.sign = self.judge.keys.sign
 
@@ -171,13 +194,37 @@ class Host:
 
     def match(self, name: str) -> Match:
         """Compare every snapshot of a model with this host and its settings. Blocks: it may hash weights."""
-        here = profile.resolve(name, self.model(name), self.stamps)
+        here = profile.resolve(name, self.model(name), self.stamps, self.config.trust)
         mine = [manifest for manifest in self.snapshots.list() if manifest.profile.model == name]
-        quarantined = {m.id: reason for m in mine if (reason := self.snapshots.quarantined(m.id)) is not None}
+        facts = hostfacts.refreshed(self.facts)
+        standings = {m.id: self.snapshots.verdicts.standing(m.id) for m in mine}
+        quarantined = {id: one.quarantined for id, one in standings.items() if one.quarantined is not None}
+        held = {id: one.held for id, one in standings.items() if one.held is not None}
         distrusted = {m.id: found for m in mine if m.id not in quarantined and (found := self.distrust(m))}
-        trusted = [m for m in mine if m.id not in quarantined and m.id not in distrusted]
-        best, unfit = compat.newest_fit(trusted, here, self.facts)
-        return Match(here, best, distrusted | unfit, quarantined, () if best is None else self._allowed(best))
+        trusted = [m for m in mine if m.id not in quarantined.keys() | held.keys() | distrusted.keys()]
+        best, unfit = compat.newest_fit(trusted, here, facts, self.config.matching)
+        allowed = () if best is None else self._allowed(best, facts)
+        return Match(here, best, distrusted | unfit, quarantined, allowed, held)
+
+    def blame(self, id: str, error: RestorerError) -> None:
+        """Note a failed restore of a snapshot, and whose fault it was. Blocks."""
+        facts = hashlib.sha256(self.facts.model_dump_json().encode()).hexdigest()[:16]
+        verdict, now = error.verdict, time.time_ns() // 1_000_000
+        log.warning(
+            "verdict on snapshot %s: host %s, facts %s, class %s%s, evidence %r, remedy: %s",
+            *(id, self.name, facts, verdict.cls, " (certain)" if verdict.certain else "", verdict.evidence, verdict.remedy),
+        )
+        note = verdicts.failed(verdict, host=self.snapshots.verdicts.host, facts=facts, at_ms=now, reason=error.brief)
+        with contextlib.suppress(Environment):
+            # On a full disk nothing can be noted, and nothing is restored either.
+            self.snapshots.verdicts.note(id, note)
+
+    def praise(self, id: str) -> None:
+        """Note that a restore of a snapshot went well, if that is news. Blocks."""
+        mine = self.snapshots.verdicts
+        if mine.standing(id).failures:
+            with contextlib.suppress(Environment):
+                mine.note(id, verdicts.Note(what="restored", host=mine.host, at_ms=time.time_ns() // 1_000_000))
 
     def distrust(self, manifest: Manifest) -> list[compat.Mismatch]:
         """Why a snapshot must not be restored, whatever is in it: others could have changed it, or nobody trusted signed it.
@@ -191,9 +238,10 @@ class Host:
             found.append(verdict.mismatch)
         return found
 
-    def _allowed(self, manifest: Manifest) -> tuple[compat.Mismatch, ...]:
+    def _allowed(self, manifest: Manifest, facts: HostFacts) -> tuple[compat.Mismatch, ...]:
         verdict = self.judge.judge(self.snapshots.folder(manifest.id), manifest)
-        return () if verdict.mismatch is None else (verdict.mismatch,)
+        waived = compat.waived(manifest, facts, self.config.matching)
+        return (*waived, *(() if verdict.mismatch is None else (verdict.mismatch,)))
 
     def summaries(self) -> tuple[SnapshotSummary, ...]:
         """Every snapshot as the admin API lists it. Blocks."""
@@ -207,7 +255,9 @@ class Host:
                 except RestorerError as error:
                     matches[name] = error
             signature = str(self.judge.judge(self.snapshots.folder(manifest.id), manifest))
-            found.append(_summary(manifest, matches.get(name), self.snapshots.quarantined(manifest.id), signature))
+            found.append(
+                _summary(manifest, matches.get(name), self.snapshots.verdicts.standing(manifest.id).quarantined, signature)
+            )
         return tuple(found)
 
 
@@ -232,11 +282,12 @@ def _summary(manifest: Manifest, match: Match | RestorerError | None, quarantine
     )
 
 
-def build(config: Config, store_url: str, *, stamps_file: str = "stamps.json") -> Host:
+def build(config: Config, store_url: str, *, stamps_file: str = "stamps.json", hook: Hook | None = None) -> Host:
     """Probe this machine and put the parts together. Blocks for as long as CRIU's own check takes.
 
     Args:
         stamps_file: another one for a command that runs beside the restorer.
+        hook: for tests: called around each journaled step.
     """
     state, run = Path(config.state_dir), Path(config.run_dir)
     for folder in (state, run):
@@ -256,6 +307,7 @@ def build(config: Config, store_url: str, *, stamps_file: str = "stamps.json") -
         stamps=stamps,
         snapshots=SnapshotStore(state / "snapshots", stamps, judge.keys.sign, lambda: users_of(run)),
         weights=WeightsStore(state / "weights", stamps),
+        journals=Journals(state / "journal", hook),
         cuda=helper,
         gpus=Gpus(helper, None),
         facts=hostfacts.probe(binary),
@@ -284,7 +336,7 @@ def find_criu(name: str) -> tuple[Path | None, str]:
     found = shutil.which(name)
     if found is None:
         return None, f"{name} is not installed; `rewake doctor` says how to get CRIU 4.2 or newer"
-    version = hostfacts.probe(Path(found)).criu_version
+    version = hostfacts.criu_version(Path(found))
     if version is None or tuple(map(int, re.findall(r"\d+", version)[:2])) < MINIMUM_CRIU:
         return None, f"{found} is version {version or 'unknown'}; `rewake doctor` says how to get CRIU 4.2 or newer"
     try:

@@ -1,95 +1,99 @@
-"""What this machine is, as far as a snapshot cares. Reads /proc, asks the CPU and CRIU; decides nothing.
+"""What this machine is, as far as a snapshot cares. Reads /proc and /sys, asks the CPU and CRIU; decides nothing.
 
-A fact that cannot be read is None, which :mod:`policies.compat` treats as a mismatch.
+A fact that cannot be read is None, which :mod:`policies.matching` treats as a mismatch.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
-import ctypes
-import mmap
 import os
 import re
+import resource
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-from policies.manifest import HostFacts
+from policies.manifest import UNLIMITED, HostFacts, HugePool
+from restorer import cpuid
+from restorer.cpuid import ExtendedState
 from restorer.files import hash_file
 
 NVIDIA = Path("/proc/driver/nvidia/version")
 """There as long as the NVIDIA driver is; what it says of itself is asked through :mod:`restorer.cuda`."""
-_CRIU_S = 10.0
-_VERSION = re.compile(r"^Version:\s*(\S+)", re.MULTILINE)
-_XSAVE_SIZE = bytes.fromhex(
-    "53"  # push rbx, which belongs to the caller
-    "b80d000000"  # mov eax, 0xd: the leaf of extended state
-    "31c9"  # xor ecx, ecx: its sub-leaf for what the kernel has enabled
-    "0fa2"  # cpuid
-    "89d8"  # mov eax, ebx: the size
-    "5b"  # pop rbx
-    "c3"  # ret
+FEATURES = (
+    *("can_map_vdso", "clone3_set_tid", "get_rseq_conf", "memfd_hugetlb", "move_mount_set_group", "ns_pid", "openat2"),
+    *("overlayfs_maps", "pidfd_store", "seccomp_filters", "tcp_half_closed", "timens"),
 )
+"""What of CRIU's and the kernel's abilities a restore may need, as ``criu check --feature`` names them."""
+_PROC, _SYS = Path("/proc"), Path("/sys")
+_CRIU_S = 10.0
+_CAP_SYS_RESOURCE = 24
+_VERSION = re.compile(r"^Version:\s*(\S+)", re.MULTILINE)
 
 
-def probe(criu: Path | None, proc_root: Path = Path("/proc"), xsave_size: Callable[[], int] | None = None) -> HostFacts:
-    """The facts of this host. Blocks for about as long as ``criu --version`` takes.
+def probe(
+    criu: Path | None,
+    proc_root: Path = _PROC,
+    extended: Callable[[], ExtendedState] | None = None,
+    sys_root: Path = _SYS,
+) -> HostFacts:
+    """The facts of this host. Blocks for as long as CRIU takes to say what it can: some tenths of a second.
 
     Args:
         criu: the CRIU binary; None when there is none here.
         proc_root: where to read instead of /proc.
-        xsave_size: how to ask the CPU for the size of its extended state, in bytes; may raise OSError.
+        extended: how to ask the CPU for its extended state; may raise OSError.
+        sys_root: where to read instead of /sys.
     """
     cpus = _cpus(proc_root)
     arch = _line(proc_root / "sys/kernel/arch") or os.uname().machine
     flags = _flags(cpus)
-    return HostFacts(
+    state = _extended_state(arch, flags, extended or cpuid.extended_state)
+    memory = _memory(proc_root, sys_root)
+    facts = HostFacts(
         hostname=_line(proc_root / "sys/kernel/hostname") or os.uname().nodename,
         arch=arch,
         kernel=_line(proc_root / "sys/kernel/osrelease"),
         cpu_model=next((cpu["model name"] for cpu in cpus if "model name" in cpu), None),
         cpu_flags=flags,
-        xsave_size=_extended_state(arch, flags, xsave_size or ask_xsave_size),
-        criu_version=None if criu is None else _criu_version(criu),
+        xsave_size=None if state is None else state.size,
+        xsave_max=None if state is None else state.most,
+        xfeatures=None if state is None else state.features,
+        criu_version=None if criu is None else criu_version(criu),
         criu_sha256=None if criu is None else _criu_sha256(criu),
+        criu_features=None if criu is None else _criu_features(criu),
         page_size=os.sysconf("SC_PAGE_SIZE"),
+        cgroup=_cgroup(sys_root),
+        nofile=_limit(proc_root, resource.RLIMIT_NOFILE),
+        memlock=_limit(proc_root, resource.RLIMIT_MEMLOCK),
+        memory_bytes=memory,
+        # A tmpfs without a size has half of the machine's memory.
+        shm_bytes=None if memory is None else (_meminfo(proc_root) or 0) // 2,
+        time_namespace=(proc_root / "self/ns/time").exists() if (proc_root / "self/ns").is_dir() else None,
+    )
+    return refreshed(facts, proc_root, sys_root)
+
+
+def refreshed(facts: HostFacts, proc_root: Path = _PROC, sys_root: Path = _SYS) -> HostFacts:
+    """The same facts, with those read anew that change while a machine runs. Cheap."""
+    return facts.model_copy(
+        update={
+            "io_uring": _switch(proc_root, "io_uring_disabled"),
+            "ptrace_scope": _switch(proc_root, "yama/ptrace_scope"),
+            "pid_max": _number(proc_root / "sys/kernel/pid_max"),
+            "hugepages": _pools(sys_root),
+        }
     )
 
 
-def ask_xsave_size() -> int:
-    """Bytes of the extended state that the kernel has enabled: CPUID leaf 0xD, EBX, asked of the CPU we run on.
-
-    No file has this number, so thirteen bytes of machine code are mapped from a memory file, never writable and executable
-    at once, and called.
-
-    Raises:
-        OSError: this process may not map executable memory.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    fd = os.memfd_create("cpuid")
-    try:
-        os.write(fd, _XSAVE_SIZE)
-        address = libc.mmap(None, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_EXEC, mmap.MAP_PRIVATE, fd, 0)
-    finally:
-        os.close(fd)
-    if address is None or address == ctypes.c_void_p(-1).value:
-        raise OSError(ctypes.get_errno(), "cannot map executable memory")
-    try:
-        return int(ctypes.CFUNCTYPE(ctypes.c_uint32)(address)())
-    finally:
-        libc.munmap(address, mmap.PAGESIZE)
-
-
-def _extended_state(arch: str, flags: tuple[str, ...] | None, ask: Callable[[], int]) -> int | None:
+def _extended_state(arch: str, flags: tuple[str, ...] | None, ask: Callable[[], ExtendedState]) -> ExtendedState | None:
     if arch != "x86_64":
-        return 0
+        return cpuid.NONE
     if flags is None:
         return None
     if "xsave" not in flags:
-        return 0
+        return cpuid.NONE
     with contextlib.suppress(OSError):
         return ask()
     return None
@@ -99,6 +103,20 @@ def _line(path: Path) -> str | None:
     with contextlib.suppress(OSError, UnicodeDecodeError):
         return path.read_text().strip() or None
     return None
+
+
+def _number(path: Path) -> int | None:
+    with contextlib.suppress(ValueError):
+        return int(_line(path) or "")
+    return None
+
+
+def _switch(proc_root: Path, name: str) -> int | None:
+    """A setting of the kernel; 0 where it has no such setting, None where nothing of the kernel can be read."""
+    folder = proc_root / "sys/kernel"
+    if not folder.is_dir():
+        return None
+    return _number(folder / name) if (folder / name).exists() else 0
 
 
 def _cpus(proc_root: Path) -> list[dict[str, str]]:
@@ -119,15 +137,88 @@ def _flags(cpus: list[dict[str, str]]) -> tuple[str, ...] | None:
     return tuple(sorted(common)) if common else None
 
 
-def _criu_version(criu: Path) -> str | None:
+def _cgroup(sys_root: Path) -> str | None:
+    root = sys_root / "fs/cgroup"
+    if (root / "cgroup.controllers").exists():
+        return "v2"
+    if (root / "unified").is_dir():
+        return "hybrid"
+    return "v1" if root.is_dir() and any(root.iterdir()) else None
+
+
+def _limit(proc_root: Path, which: int) -> int | None:
+    """What we can give an engine: anything up to the kernel's own bound with CAP_SYS_RESOURCE, else no more than we have."""
+    status = _line(proc_root / "self/status") or ""
+    found = re.search(r"^CapEff:\s*([0-9a-f]+)", status, re.MULTILINE)
+    if found is None:
+        return None
+    if int(found[1], 16) >> _CAP_SYS_RESOURCE & 1:
+        return _number(proc_root / "sys/fs/nr_open") if which == resource.RLIMIT_NOFILE else UNLIMITED
+    hard = resource.getrlimit(which)[1]
+    return UNLIMITED if hard == resource.RLIM_INFINITY else hard
+
+
+def _meminfo(proc_root: Path) -> int | None:
+    found = re.search(r"^MemTotal:\s*(\d+) kB", _line(proc_root / "meminfo") or "", re.MULTILINE)
+    return None if found is None else int(found[1]) << 10
+
+
+def _memory(proc_root: Path, sys_root: Path) -> int | None:
+    """The machine's memory, or what the cgroups that we are in leave of it."""
+    total = _meminfo(proc_root)
+    if total is None:
+        return None
+    for line in (_line(proc_root / "self/cgroup") or "").splitlines():
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if number == "0" or "memory" in controllers.split(","):
+            v2 = number == "0"
+            root = sys_root / "fs/cgroup" / ("" if v2 else "memory")
+            here = root / path.lstrip("/")
+            for folder in (here, *here.parents):
+                if not folder.is_relative_to(root):
+                    break
+                limit = _number(folder / ("memory.max" if v2 else "memory.limit_in_bytes"))
+                total = total if limit is None else min(total, limit)
+    return total
+
+
+def _pools(sys_root: Path) -> tuple[HugePool, ...] | None:
+    root = sys_root / "kernel/mm/hugepages"
+    if not (sys_root / "kernel/mm").is_dir():
+        return None
+    found = []
+    for folder in sorted(root.glob("hugepages-*kB"), key=lambda one: int(one.name[10:-2])):
+        total, free = _number(folder / "nr_hugepages"), _number(folder / "free_hugepages")
+        reserved = _number(folder / "resv_hugepages") or 0
+        if total is None or free is None:
+            return None
+        found.append(HugePool(size_kib=int(folder.name[10:-2]), total=total, free=max(0, free - reserved)))
+    return tuple(found)
+
+
+def criu_version(criu: Path) -> str | None:
+    """What a CRIU binary says that it is; None: it does not say. Blocks for moments."""
+    done = _ask(criu, "--version")
+    found = None if done is None else _VERSION.search(done.stdout)
+    return found[1] if done is not None and found and done.returncode == 0 else None
+
+
+def _criu_features(criu: Path) -> tuple[str, ...] | None:
+    """None when CRIU cannot be asked; it says no to what it does not know."""
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        said = list(pool.map(lambda name: _ask(criu, "check", "--feature", name), FEATURES))
+    if any(done is None for done in said):
+        return None
+    return tuple(sorted(name for name, done in zip(FEATURES, said, strict=True) if done is not None and done.returncode == 0))
+
+
+def _ask(criu: Path, *arguments: str) -> subprocess.CompletedProcess[str] | None:
+    argv = [str(criu), *arguments]
     try:
-        done = subprocess.run(
-            [criu, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_CRIU_S, check=False
-        )
+        return subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_CRIU_S, check=False)
     except (OSError, subprocess.TimeoutExpired, UnicodeDecodeError):
         return None
-    found = _VERSION.search(done.stdout)
-    return found[1] if found and done.returncode == 0 else None
 
 
 def _criu_sha256(criu: Path) -> str | None:

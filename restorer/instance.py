@@ -120,6 +120,9 @@ async def resurrect(
     Raises:
         ToolFailed, ToolHung: the tool failed. EngineDied: the tree is gone again. SnapshotError: the scratch is unusable.
     """
+    for name in manifest.scratch:
+        if name != "/dev/shm":
+            await box.appear_at(Path(name))
     targets = {"/dev/shm": box.root / "dev/shm", str(box.mountpoint): box.private}
     with stages.timed("lay scratch") as stage:
         stage.bytes = 0

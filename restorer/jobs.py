@@ -21,7 +21,8 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
-from policies.replica import TERMINAL, Replica, State
+from policies.journal import Trail
+from policies.replica import TERMINAL, Replica
 from policies.tasks import PROGRESS_TTL_S, TASK_TTL_S, Progress, Task
 from policies.tracing import SPANS_KEPT, Span
 from policies.wire import (
@@ -31,6 +32,7 @@ from policies.wire import (
     SCHEMA,
     STAGE_SAMPLES,
     TALLY_TTL_S,
+    TRAILS,
     Failure,
     GatewayReport,
     Hint,
@@ -39,6 +41,7 @@ from policies.wire import (
     Keys,
     OperationState,
     StageKey,
+    durations,
 )
 from restorer.errors import RestorerError
 
@@ -168,7 +171,7 @@ class JobStore:
         job = claim.job
         written: dict[str, Any] = {}
         if record is not None:
-            stages = [(key.field, seconds) for key, seconds in _durations(record)]
+            stages = [(key.field, seconds) for key, seconds in durations(record)]
             written = {"replica": record.id, "record": _encoded(record), "stages": stages, "samples": STAGE_SAMPLES}
         done = await self._call(
             "settle",
@@ -192,6 +195,24 @@ class JobStore:
         if not done:
             raise LeaseLost(f"job {job.id}: another claim of it exists")
         self.on_settled(claim, outcome, record)
+
+    async def tell(self, trail: Trail) -> None:
+        """Put an ended attempt at the head of the installation's last ones."""
+        pipe = self._client.pipeline(transaction=True)
+        pipe.lpush(self.keys.journal, trail.model_dump_json(exclude_none=True))
+        pipe.ltrim(self.keys.journal, 0, TRAILS - 1)
+        with _translated():
+            await pipe.execute()
+
+    async def tell_verdicts(self, notes: Mapping[str, str]) -> None:
+        """Tell other hosts what became of restores here: snapshot -> its notes, instead of those told before."""
+        with _translated():
+            await self._client.hset(self.keys.verdicts, mapping={f"{id}\t{self.host}": text for id, text in notes.items()})
+
+    async def verdicts(self) -> Mapping[str, str]:
+        """Snapshot, tab, host -> what that host has told of it."""
+        with _translated():
+            return dict(await self._client.hgetall(self.keys.verdicts))
 
     async def replicas(self) -> dict[str, Replica]:
         """Every replica record."""
@@ -370,17 +391,5 @@ def _encoded(record: Replica) -> str:
     return record.model_copy(update={"seq": 0}).model_dump_json()
 
 
-def _durations(record: Replica) -> Iterator[tuple[StageKey, float]]:
-    """What an admitted replica's start took, stage by stage."""
-    if record.state is State.ADMITTED:
-        origin = record.snapshot if record.start == "restored" and record.snapshot else COLD
-        yield from ((StageKey(record.host, origin, stage.name), stage.seconds) for stage in record.stages)
-
-
 def _ms(seconds: float) -> int:
     return int(seconds * 1000)
-
-
-def demand(reports: Sequence[GatewayReport], model: str) -> int:
-    """Live requests for a model over all gateways: held, in flight, or turned away a moment ago."""
-    return sum(load.demand for report in reports if (load := report.models.get(model)) is not None)

@@ -148,6 +148,10 @@ class Admin:
         """Everything at a glance; what came after version ``after``, or as it is ``wait_s`` seconds later."""
         return self.call("GET", "overview", query={"after": after, "wait": f"{wait_s:g}"}, more_s=wait_s)
 
+    def why(self, name: str) -> dict[str, Any]:
+        """The story of a model or a replica that is not what it should be."""
+        return self.call("GET", "why", query={"of": name})
+
     def metrics(self) -> str:
         """What the gateway shows to Prometheus."""
         try:

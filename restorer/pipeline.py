@@ -1,96 +1,43 @@
 """One start, from a claimed job to ADMITTED or to nothing: match, restore (or start), verify, admit.
 
 :func:`start` reads top to bottom. The table in :mod:`policies.replica` permits each step, the store refuses each write of a
-lost claim, and whatever is raised, the box is killed: a start ends admitted or leaves nothing.
+lost claim, and whatever is raised, the journal is unwound: a start ends admitted or leaves nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
 
 from policies.compat import Mismatch
+from policies.journal import Undo
 from policies.manifest import GpuState, Manifest
-from policies.replica import Event, Replica, State, advance
+from policies.replica import Event, State
 from policies.wire import Failure, JobKind, OperationState
-from restorer import accounts, canary, gpustate, prefetch
+from restorer import accounts, gpustate, prefetch, proof, undo
+from restorer.attempt import Attempt, Work
 from restorer.box import Box
 from restorer.capture import capture
 from restorer.engines import HttpEngine, adapter
-from restorer.errors import (
-    CanaryDiffers,
-    Cancelled,
-    EngineDied,
-    EngineNotReady,
-    Environment,
-    HostIncompatible,
-    RestorerError,
-    SnapshotError,
-    ToolFailed,
-    ToolHung,
-)
+from restorer.errors import CanaryDiffers, Cancelled, EngineDied, HeldBack, HostIncompatible, RestorerError, SnapshotError
 from restorer.gpus import Placement
 from restorer.host import Host, Match, log
-from restorer.instance import Instance, connect, ignite, last_words
+from restorer.instance import Instance, connect, ignite
 from restorer.integrity import verify_files
-from restorer.jobs import Claim, LeaseLost, Outcome, StoreUnavailable, demand
-from restorer.prefetch import Touched
+from restorer.jobs import Claim, LeaseLost, Outcome, StoreUnavailable
 from restorer.reckoning import reckoned, told
 from restorer.replicas import Replicas
 from restorer.stages import Stages
+from restorer.supply import supplied
 from restorer.suspended import Suspended
+from restorer.undo import fresh_box, unwinding
 
 EXIT_FAILED, EXIT_HOST = 1, 3
 """What the command line exits with."""
 _RETRY_S = 1.0
 _SHOWN = 5
-_BROKEN = ("misaligned address", "an illegal memory access", "CUDA_ERROR_ILLEGAL_ADDRESS")
-"""What an engine says whose GPU state came back wrong: another try would end the same way."""
-
-
-class Attempt:
-    """One try of a START job: its record and its clock."""
-
-    def __init__(self, host: Host, claim: Claim) -> None:
-        self.host, self.claim, self.began = host, claim, time.monotonic()
-        self.stages = host.progress.stages(claim.job)
-        model = host.model(claim.job.model)
-        self.engine = adapter(claim.job.model, model)
-        self.source: Manifest | None = None
-        self.record = Replica(
-            id=claim.job.replica,
-            model=claim.job.model,
-            state=State.QUEUED,
-            fence=claim.fence,
-            host=host.name,
-            port=model.engine.port,
-            concurrency=model.concurrency,
-            trace=claim.job.trace,
-        )
-
-    def moved(self, event: Event, **changes: Any) -> Replica:
-        """The record after an event, not written yet."""
-        state = advance(self.record.state, event)
-        stamped = {"state": state, "updated_ms": time.time_ns() // 1_000_000, "stages": tuple(self.stages.done), **changes}
-        return self.record.model_copy(update=stamped)
-
-    async def advance(self, event: Event, **changes: Any) -> None:
-        """Write the record after an event; raises LeaseLost when the claim is gone."""
-        record = self.moved(event, **changes)
-        await self.host.jobs.write(record, self.claim)
-        self.record = record
-
-    async def amend(self, **changes: Any) -> None:
-        """Write the record with changes that are no event; raises LeaseLost when the claim is gone."""
-        record = self.record.model_copy(update={"updated_ms": time.time_ns() // 1_000_000, **changes})
-        await self.host.jobs.write(record, self.claim)
-        self.record = record
-
-    async def still_wanted(self) -> None:
-        """The last exit before the point of no return; raises Cancelled when demand asked for this and is gone."""
-        if self.claim.job.reason == "demand" and demand(await self.host.jobs.gateways(), self.record.model) == 0:
-            raise Cancelled("every client that waited for it has left")
+_PASSING = ("tool", "transient", "environment")
+"""Failures that another try may not meet."""
 
 
 async def start(host: Host, claim: Claim, replicas: Replicas) -> None:
@@ -101,39 +48,38 @@ async def start(host: Host, claim: Claim, replicas: Replicas) -> None:
         StoreUnavailable: the outcome could not be written; everything was undone, the job comes back when the lease ends.
     """
     attempt = Attempt(host, claim)
-    model = host.model(claim.job.model)
     try:
-        await attempt.advance(Event.CLAIM)
-        _bounded(claim, host.config.restorer.max_attempts)
-        with attempt.stages.timed("match"):
-            match = await asyncio.to_thread(host.match, claim.job.model)
-        await attempt.still_wanted()
-        await replicas.vacated(claim.job.model)
-        obstacle = host.backend(claim.job.model).obstacle()
-        if match.manifest is not None and obstacle is None:
-            instance = await _resumed(attempt, match, match.manifest, replicas.suspended)
-            if instance is None:
-                instance = await _restored_or_cold(attempt, match, match.manifest)
-        else:
-            why = match.why if obstacle is None else obstacle
-            if model.on_no_snapshot == "reject":
-                raise (
-                    HostIncompatible([m for found in match.refused.values() for m in found])
-                    if match.refused
-                    else SnapshotError(why)
-                )
-            instance = await _cold(attempt, match, Event.START, why)
-        await _admit(attempt, instance, replicas)
+        async with attempt.journaled():
+            await attempt.advance(Event.CLAIM)
+            await attempt.bounded()
+            instance = await _started(attempt, replicas)
+            await _admit(attempt, instance, replicas)
     except (LeaseLost, StoreUnavailable):
         raise
     except RestorerError as error:
         await _give_up(attempt, error)
 
 
-def _bounded(claim: Claim, most: int) -> None:
-    """A failed try is counted when it fails; one that took the restorer with it has to be counted here."""
-    if claim.attempts > most:
-        raise Environment(f"it was begun {most} times, and each time the restorer ended before it; see the restorer's log")
+async def _started(attempt: Attempt, replicas: Replicas) -> Instance:
+    """An engine that may be admitted: resumed, restored or cold, by what there is and what the policy says."""
+    host, name = attempt.host, attempt.claim.job.model
+    with attempt.stages.timed("match"):
+        match = await asyncio.to_thread(host.match, name)
+    match = await supplied(host, name, match, attempt.stages, attempt.still_wanted)
+    await attempt.still_wanted()
+    await replicas.vacated(name)
+    obstacle = host.backend(name).obstacle()
+    if match.manifest is not None and obstacle is None:
+        instance = await _resumed(attempt, match, match.manifest, replicas.suspended)
+        return instance or await _restored_or_cold(attempt, match, match.manifest)
+    why = match.why if obstacle is None else obstacle
+    if match.held and host.model(name).on_restore_failure == "reject":
+        raise HeldBack(why)
+    if host.model(name).on_no_snapshot == "reject":
+        if match.refused:
+            raise HostIncompatible([m for found in match.refused.values() for m in found])
+        raise SnapshotError(why)
+    return await _cold(attempt, match, Event.START, why)
 
 
 async def _resumed(attempt: Attempt, match: Match, manifest: Manifest, suspended: Suspended) -> Instance | None:
@@ -150,47 +96,34 @@ async def _resumed(attempt: Attempt, match: Match, manifest: Manifest, suspended
         raise
     assert placement is not None
     lives = int(box.facts.get("lives", 1)) + 1
-    box.remember(lives=lives)
     try:
-        await attempt.advance(Event.RESTORE, snapshot=manifest.id, incarnation=f"{box.id}-{lives}", start="resumed")
-        await gpustate.resume(attempt.host, instance, resting.state, placement, attempt.stages)
-        await _proved(attempt, instance, manifest)
-        await attempt.advance(Event.UP)
-        return instance
+        async with unwinding(attempt.host, attempt.journal):
+            with attempt.stages.timed("resume", Undo(what="box", name=box.id)):
+                box.remember(lives=lives)
+            await attempt.advance(Event.RESTORE, snapshot=manifest.id, incarnation=f"{box.id}-{lives}", start="resumed")
+            await gpustate.resume(attempt.host, instance, resting.state, placement, attempt.stages)
+            await proof.proved(attempt.host, instance, manifest, attempt.stages)
+            await attempt.advance(Event.UP)
+            return instance
     except (LeaseLost, StoreUnavailable):
-        await asyncio.shield(attempt.host.discard(box))
         raise
     except RestorerError as error:
         # Not the snapshot's fault, whatever it was.
         log.warning("the suspended engine of %s cannot be resumed, and is ended: %s", model, error)
-        await asyncio.shield(attempt.host.discard(box))
         return None
-    except BaseException:
-        await asyncio.shield(attempt.host.discard(box))
-        raise
-
-
-async def _proved(attempt: Attempt, instance: Instance, manifest: Manifest, touched: Touched | None = None) -> None:
-    """It repeats the donor's answers; raises CanaryDiffers otherwise."""
-    with accounts.compared(attempt.host.tally, attempt.record.model), attempt.stages.timed("canary") as stage:
-        if touched is not None:
-            stage.of(touched.cached, touched.bytes)
-        async with connect(instance) as client:
-            verdict = await canary.check(client, attempt.engine, manifest.canary)
-        if not verdict.equal:
-            raise CanaryDiffers(f"the replica does not repeat its donor's answers: {verdict.difference}")
 
 
 async def _restored_or_cold(attempt: Attempt, match: Match, manifest: Manifest) -> Instance:
     host, claim = attempt.host, attempt.claim
     try:
-        return await _restored(attempt, match, manifest)
+        async with unwinding(host, attempt.journal):
+            return await _restored(attempt, match, manifest)
     except (Cancelled, LeaseLost, StoreUnavailable):
         raise
     except RestorerError as error:
-        log.warning("restore of %s from %s failed: %s", claim.job.replica, manifest.id, error)
-        if isinstance(error, SnapshotError):
-            await asyncio.to_thread(host.snapshots.quarantine, manifest.id, str(error))
+        attempt.verdict = verdict = error.verdict
+        log.warning("restore of %s from %s failed: %s (%s)", claim.job.replica, manifest.id, error, verdict)
+        await asyncio.to_thread(host.blame, manifest.id, error)
         if host.model(claim.job.model).on_restore_failure == "reject":
             raise
         accounts.fell_back(host.tally, attempt.record, error)
@@ -199,7 +132,7 @@ async def _restored_or_cold(attempt: Attempt, match: Match, manifest: Manifest) 
 
 
 async def _restored(attempt: Attempt, match: Match, manifest: Manifest) -> Instance:
-    """An engine out of a snapshot that has repeated its donor's answers; or nothing, and the reason raised."""
+    """An engine out of a snapshot that has repeated its donor's answers, in a box of its own."""
     host = attempt.host
     for mismatch in match.allowed:
         log.warning("snapshot %s is restored all the same: %s", manifest.id, mismatch)
@@ -210,34 +143,26 @@ async def _restored(attempt: Attempt, match: Match, manifest: Manifest) -> Insta
 async def _restored_from(attempt: Attempt, manifest: Manifest) -> Instance:
     host = attempt.host
     await _verify_bytes(attempt, manifest)
-    box = await host.boxes.take()
-    try:
-        # From here on the box says what it needs, to whoever would remove it.
-        box.remember(snapshot=manifest.id)
-        placement = await _placed(attempt, box, manifest.gpu)
-        changes = {"snapshot": manifest.id, "incarnation": box.id, "start": "restored"}
-        if attempt.record.state is State.MATCHING:
-            await attempt.still_wanted()
-            await attempt.advance(Event.RESTORE, **changes)
-        else:
-            # A suspended engine was tried first, and the point of no return is passed.
-            await attempt.amend(**changes)
-        folder = host.snapshots.folder(manifest.id)
-        async with prefetch.beside(manifest.files, attempt.engine.model.restore) as touched:
-            instance = await gpustate.revive(host, box, attempt.engine, manifest, folder, attempt.stages, placement)
-            await attempt.advance(Event.UP)
-            await _proved(attempt, instance, manifest, touched)
-        attempt.source = manifest
-        return instance
-    except (EngineDied, EngineNotReady) as error:
-        words = last_words(box)
-        await asyncio.shield(host.discard(box))
-        if sign := next((sign for sign in _BROKEN if sign in f"{error} {words}"), None):
-            raise SnapshotError(f"what was restored is broken ({sign}): {error}") from error
-        raise
-    except BaseException:
-        await asyncio.shield(host.discard(box))
-        raise
+    box = await fresh_box(host, attempt.stages)
+    # From here on the box says what it needs, to whoever would remove it.
+    box.remember(snapshot=manifest.id)
+    placement = await _placed(attempt, box, manifest.gpu)
+    changes = {"snapshot": manifest.id, "incarnation": box.id, "start": "restored"}
+    if attempt.record.state is State.MATCHING:
+        await attempt.still_wanted()
+        await attempt.advance(Event.RESTORE, **changes)
+    else:
+        # A suspended engine was tried first, and the point of no return is passed.
+        await attempt.amend(**changes)
+    folder = host.snapshots.folder(manifest.id)
+
+    async def up() -> None:
+        await attempt.advance(Event.UP)
+
+    async with prefetch.beside(manifest.files, attempt.engine.model.restore) as touched:
+        instance = await proof.revived(host, box, attempt.engine, manifest, folder, attempt.stages, placement, up, touched)
+    attempt.source = manifest
+    return instance
 
 
 async def _placed(attempt: Attempt, box: Box, state: GpuState | None) -> Placement | None:
@@ -248,12 +173,18 @@ async def _placed(attempt: Attempt, box: Box, state: GpuState | None) -> Placeme
     """
     # Whose logs these are, should it fail; see restorer/remains.py.
     box.facts.update(model=attempt.record.model, replica=attempt.record.id)
-    gpu = attempt.engine.model.engine.gpu
+    need, prefer = (0, ()) if state is None else (gpustate.need_bytes(state), state.used)
+    return await _leased(attempt.host, box, attempt.engine, attempt.stages, need, prefer)
+
+
+async def _leased(
+    host: Host, box: Box, engine: HttpEngine, stages: Stages, need_bytes: int = 0, prefer: tuple[str, ...] = ()
+) -> Placement | None:
+    gpu = engine.model.engine.gpu
     if gpu.count == 0:
         return None
-    with attempt.stages.timed("lease GPU"):
-        need, prefer = (0, ()) if state is None else (gpustate.need_bytes(state), state.used)
-        placement = await attempt.host.gpus.lease(box.id, gpu.count, need_bytes=need, wait_s=gpu.wait_s, prefer=prefer)
+    with stages.timed("lease GPU"):
+        placement = await host.gpus.lease(box.id, gpu.count, need_bytes=need_bytes, wait_s=gpu.wait_s, prefer=prefer)
         box.remember(gpus=list(placement.uuids))
     return placement
 
@@ -283,46 +214,46 @@ async def _cold(attempt: Attempt, match: Match, event: Event, why: str) -> Insta
     """A cold engine; captured on its way, where the policy wants a snapshot and there is none."""
     host = attempt.host
     policy, backend = host.model(attempt.record.model).snapshot, host.backend(attempt.record.model)
-    box = await host.boxes.take()
-    try:
-        placement = await _placed(attempt, box, None)
-        await attempt.advance(event, incarnation=box.id, start="cold", snapshot=None, reason=why)
-        with attempt.stages.timed("start engine"):
-            instance, cold_start_s = await ignite(backend, box, attempt.engine, placement.indices if placement else ())
-        if policy.create == "auto" and backend.obstacle() is None and match.manifest is None:
-            try:
+    box = await fresh_box(host, attempt.stages)
+    placement = await _placed(attempt, box, None)
+    await attempt.advance(event, incarnation=box.id, start="cold", snapshot=None, reason=why)
+    with attempt.stages.timed("start engine"):
+        instance, cold_start_s = await ignite(backend, box, attempt.engine, placement.indices if placement else ())
+    if policy.create == "auto" and backend.obstacle() is None and match.manifest is None:
+        try:
+            async with unwinding(host, attempt.journal):
                 manifest = await capture(host, instance, match.profile, cold_start_s, attempt.stages)
-                log.info("snapshot %s of %s was made", manifest.id, attempt.record.model)
-            except EngineDied:
-                raise
-            except RestorerError as error:
-                # The engine serves all the same; the next start is cold too, and says why.
-                log.warning("no snapshot of %s: %s", attempt.record.model, error)
-                attempt.record = attempt.record.model_copy(update={"reason": f"{why}; no snapshot was made: {error}"})
-        await attempt.advance(Event.UP)
-        with attempt.stages.timed("warm up"):
-            async with connect(instance) as client:
-                await attempt.engine.warm(client)
-        return instance
-    except BaseException:
-        await asyncio.shield(host.discard(box))
-        raise
+            log.info("snapshot %s of %s was made", manifest.id, attempt.record.model)
+        except EngineDied:
+            raise
+        except RestorerError as error:
+            # The engine serves all the same; the next start is cold too, and says why.
+            log.warning("no snapshot of %s: %s", attempt.record.model, error)
+            attempt.record = attempt.record.model_copy(update={"reason": f"{why}; no snapshot was made: {error}"})
+    await attempt.advance(Event.UP)
+    with attempt.stages.timed("warm up"):
+        async with connect(instance) as client:
+            await attempt.engine.warm(client)
+    return instance
 
 
 async def _admit(attempt: Attempt, instance: Instance, replicas: Replicas) -> None:
     """Open traffic: one write makes the record ADMITTED and the job settled."""
+    interrupted = await attempt.interrupted()
+    number = attempt.journal.step("admit")
+    begun = time.perf_counter()
     changes = reckoned(attempt.stages, attempt.source, attempt.engine.model.restore, attempt.host.rates)
     admitted = attempt.moved(Event.ADMIT, address=instance.box.address, **changes)
     told(admitted)
-    try:
-        # First on this host's disk, so that a restorer that dies here finds an engine that it may or may not adopt.
-        instance.box.remember(record=admitted.model_dump(mode="json"), inner_pid=instance.inner_pid)
-        await attempt.host.jobs.settle(attempt.claim, Outcome(OperationState.SUCCEEDED), admitted)
-    except BaseException:
-        await asyncio.shield(attempt.host.discard(instance.box))
-        raise
+    # First on this host's disk, so that a restorer that dies here finds an engine that it may or may not adopt.
+    instance.box.remember(record=admitted.model_dump(mode="json"), inner_pid=instance.inner_pid)
+    await attempt.host.jobs.settle(attempt.claim, Outcome(OperationState.SUCCEEDED, interrupted), admitted)
     accounts.admitted(attempt.host.tally, admitted, attempt.began)
     replicas.adopt(instance, admitted)
+    if admitted.start == "restored" and admitted.snapshot is not None:
+        await asyncio.to_thread(attempt.host.praise, admitted.snapshot)
+    attempt.detail = admitted.reason
+    attempt.journal.done(number, time.perf_counter() - begun)
 
 
 async def _give_up(attempt: Attempt, error: RestorerError) -> None:
@@ -333,10 +264,10 @@ async def _give_up(attempt: Attempt, error: RestorerError) -> None:
         await host.jobs.settle(claim, Outcome(OperationState.CANCELLED, str(error)), cancelled)
         accounts.failed(host.tally, cancelled, error)
         return
-    passing = isinstance(error, ToolFailed | ToolHung | EngineDied | EngineNotReady) or error.kind == "environment"
-    if passing and claim.attempts < host.config.restorer.max_attempts:
+    if error.verdict.cls in _PASSING and claim.attempts < host.config.restorer.max_attempts:
         log.warning("start of %s failed, to be tried again: %s", claim.job.replica, error)
-        await attempt.advance(Event.LEASE_LOST, incarnation="", start=None, reason=str(error))
+        if attempt.record.state is not State.QUEUED:
+            await attempt.advance(Event.LEASE_LOST, incarnation="", start=None, reason=str(error))
         await host.jobs.release(claim, _RETRY_S * claim.attempts)
         accounts.given_back(host.tally, attempt.record, error)
         return
@@ -348,7 +279,7 @@ async def _give_up(attempt: Attempt, error: RestorerError) -> None:
         Outcome(
             OperationState.FAILED,
             str(error),
-            EXIT_HOST if isinstance(error, HostIncompatible) else EXIT_FAILED,
+            EXIT_HOST if error.verdict.cls == "host" else EXIT_FAILED,
             failure=Failure(code="restore_failed", detail=error.brief, operation=claim.job.operation),
             failure_s=host.config.restorer.failure_backoff_s,
         ),
@@ -364,15 +295,20 @@ async def make_snapshot(host: Host, claim: Claim) -> None:
         LeaseLost, StoreUnavailable: as for :func:`start`.
     """
     assert claim.job.kind is JobKind.SNAPSHOT
-    name = claim.job.model
+    name, work = claim.job.model, Work(host, claim)
     try:
-        _bounded(claim, host.config.restorer.max_attempts)
-        if (obstacle := host.backend(name).obstacle()) is not None:
-            raise SnapshotError(f"no snapshot can be made on this host: {obstacle}")
-        match = await asyncio.to_thread(host.match, name)
-        manifest = await _captured(host, adapter(name, host.model(name)), match, host.progress.stages(claim.job))
+        async with work.journaled():
+            await work.bounded()
+            if (obstacle := host.backend(name).obstacle()) is not None:
+                raise SnapshotError(f"no snapshot can be made on this host: {obstacle}")
+            with work.stages.timed("match"):
+                match = await asyncio.to_thread(host.match, name)
+            manifest = await _captured(host, adapter(name, host.model(name)), match, work.stages)
+            # The donor has done its work.
+            await asyncio.shield(undo.unwind(host, work.journal))
+            work.detail = f"snapshot {manifest.id}"
         log.info("snapshot %s of %s was made", manifest.id, name)
-        outcome = Outcome(OperationState.SUCCEEDED, snapshot=manifest.id)
+        outcome = Outcome(OperationState.SUCCEEDED, await work.interrupted(), snapshot=manifest.id)
     except (LeaseLost, StoreUnavailable):
         raise
     except RestorerError as error:
@@ -383,16 +319,8 @@ async def make_snapshot(host: Host, claim: Claim) -> None:
 
 async def _captured(host: Host, engine: HttpEngine, match: Match, stages: Stages) -> Manifest:
     """A snapshot of a donor that is started for it, and ends with it."""
-    gpu = engine.model.engine.gpu
-    box = await host.boxes.take()
-    try:
-        visible: tuple[int, ...] = ()
-        if gpu.count:
-            placement = await host.gpus.lease(box.id, gpu.count, need_bytes=0, wait_s=gpu.wait_s)
-            box.remember(gpus=list(placement.uuids))
-            visible = placement.indices
-        with stages.timed("start engine"):
-            donor, cold_start_s = await ignite(host.backend(engine.name), box, engine, visible)
-        return await capture(host, donor, match.profile, cold_start_s, stages, keep=False)
-    finally:
-        await asyncio.shield(host.discard(box))
+    box = await fresh_box(host, stages)
+    placement = await _leased(host, box, engine, stages)
+    with stages.timed("start engine"):
+        donor, cold_start_s = await ignite(host.backend(engine.name), box, engine, placement.indices if placement else ())
+    return await capture(host, donor, match.profile, cold_start_s, stages, keep=False)

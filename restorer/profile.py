@@ -6,15 +6,17 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from policies import secrets
 from policies.config import Model
 from policies.manifest import Profile
+from policies.trust import TRUST, Trust
 from restorer.engines import adapter
 from restorer.errors import Environment
 from restorer.stamps import Stamps
 
 
-def resolve(name: str, model: Model, stamps: Stamps) -> Profile:
-    """The profile of a model as configured. Reads weights that are new or changed, so call it in a thread.
+def resolve(name: str, model: Model, stamps: Stamps, trust: Trust = TRUST) -> Profile:
+    """The profile of a model as configured, secrets hidden in it. Reads weights that are new or changed, so call it in a thread.
 
     Raises:
         Environment: a weights path is missing, empty or unreadable; the message names the setting and the path.
@@ -31,8 +33,8 @@ def resolve(name: str, model: Model, stamps: Stamps) -> Profile:
     return Profile(
         model=name,
         engine=model.engine.kind,
-        command=engine.argv(),
-        env=engine.settings(),
+        command=secrets.hidden_argv(engine.argv(), trust),
+        env=secrets.hidden(engine.settings(), trust),
         port=model.engine.port,
         weights=hashes,
         gpus=engine.gpus or None,

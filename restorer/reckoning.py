@@ -23,7 +23,7 @@ def reckoned(stages: Stages, manifest: Manifest | None, settings: reading.Restor
     found: dict[str, Any] = {"took_s": round(stages.elapsed_s, 6)}
     if manifest is None:
         return found
-    found["choices"] = reading.choices(settings, manifest, rates)
+    found["choices"] = reading.choices(settings, manifest, rates, alone=stages.alone)
     if rates is not None:
         apart = floor.apart_bytes(manifest)
         stages.done, found["floor_s"] = floor.judged(stages.done, rates, canary_s=manifest.canary_s, apart_bytes=apart)

@@ -8,14 +8,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from policies import scaling, schedule
+from policies.journal import Trail
 from policies.replica import RUNNING, Event, Replica, State, advance
 from policies.wire import GatewayReport
-from restorer import gpustate
+from restorer import gpustate, undo
 from restorer.box import Box
 from restorer.engines import adapter
 from restorer.errors import Cancelled, RestorerError
@@ -110,24 +111,38 @@ class Replicas:
         here = {one.record.model for one in self._running.values()} - {model}
         return {name for name in here if self._host.model(name).group == group}
 
-    async def reconcile(self) -> None:
-        """At start: adopt what an earlier restorer left admitted, kill what it left half-made, mend the records."""
-        records = await self._host.jobs.replicas()
+    async def reconcile(self) -> Sequence[Trail]:
+        """At start: adopt what an earlier restorer left admitted, undo and kill what it left half-made, mend the records.
+
+        Returns:
+            The attempts that had been under way.
+        """
+        records, left = await self._host.jobs.replicas(), []
         for box in await self._host.boxes.survivors():
             record = self._adoptable(box, records)
             pid = None if record is None else box.host_pid(int(box.facts["inner_pid"]))
             if record is None or pid is None:
-                log.warning("box %s was left behind; it is removed", box.id)
-                await self._host.discard(box)
+                left.append(box)
                 continue
             engine = adapter(record.model, self._host.model(record.model))
             self._host.gpus.adopt(box.id, box.facts.get("gpus", ()))
             self.adopt(Instance(box, engine, int(box.facts["inner_pid"]), pid), record)
             log.info("replica %s (%s) was found running", record.id, record.incarnation)
+        trails = await undo.reconcile(self._host, self.kept())
+        for box in left:
+            # Spares, and replicas that may not go on: no journal speaks of them.
+            if self._host.boxes.known(box.id) is not None:
+                log.warning("box %s was left behind; it is removed", box.id)
+                await self._host.discard(box)
         for record in self._absent(records):
             await self._bury(record, "its engine was gone when the restorer started")
         for running in self._running.values():
             await self._write(running)
+        return trails
+
+    def kept(self) -> dict[str, str]:
+        """id of the box of each replica -> why it goes on."""
+        return {one.instance.box.id: f"replica {one.record.id} runs in it" for one in self._running.values()}
 
     def _adoptable(self, box: Box, records: dict[str, Replica]) -> Replica | None:
         """The record of a surviving box that may go on: admitted on disk, and not denied by the store."""

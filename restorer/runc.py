@@ -65,10 +65,6 @@ class Runc(Backend):
         if output.rc != 0:
             raise failure("runc checkpoint", output, box.work / "dump.log")
 
-    async def thaw(self, box: Box) -> None:
-        await asyncio.to_thread(cgroups.thaw, cgroups.name(box.id))
-        await box.run(["/bin/sh", "-c", "kill -CONT -1"], timeout_s=10.0)
-
     async def restore(self, box: Box, engine: HttpEngine, images: Path, options: Sequence[str]) -> None:
         await asyncio.to_thread(self._prepare, box, engine, options)
         argv = ["restore", "--detach", "--bundle", str(_bundle(box)), "--image-path", str(images), "--work-path", str(box.work)]

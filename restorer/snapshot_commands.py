@@ -20,6 +20,7 @@ from policies.config import Config
 from policies.floor import forecast_s
 from policies.manifest import Manifest
 from policies.trust import shown
+from policies.verdicts import Note, Standing
 from restorer.commands import OK, AsJson, ConfigFile, NoWait, Timeout, finish, model_named
 from restorer.console import bytes_bar, on_gpu, print_json, print_table, size, when
 from restorer.copies import list_remote
@@ -74,7 +75,7 @@ def show(id: str, config: ConfigFile = None, json_: AsJson = False) -> None:
     manifest = store.load(id)
     verdict = judge.judge(store.folder(manifest.id), manifest)
     if json_:
-        reason = store.quarantined(manifest.id)
+        reason = store.verdicts.standing(manifest.id).quarantined
         document = {"id": manifest.id, "quarantined": reason, "signature": shown(verdict)}
         return print_json(document | {"manifest": manifest.model_dump(mode="json")})
     host, profile = manifest.host, manifest.profile
@@ -131,6 +132,19 @@ def rm(ids: Annotated[list[str], typer.Argument(metavar="ID...")], config: Confi
         print(f"removed {id}")
 
 
+@snapshots.command("release")
+def release(id: str, config: ConfigFile = None) -> None:
+    """Let a quarantined snapshot be restored again, here and, as soon as they hear of it, on other hosts."""
+    store = store_of(load(config)[1])
+    manifest, verdicts = store.load(id), store.verdicts
+    before = verdicts.standing(manifest.id)
+    if before == Standing():
+        print(f"{manifest.id} is neither quarantined nor held back")
+        return
+    verdicts.note(manifest.id, Note(what="released", host=verdicts.host, at_ms=time.time_ns() // 1_000_000))
+    print(f"released {manifest.id}, which was {f'quarantined: {before.quarantined}' if before.quarantined else before.held}")
+
+
 def _restores(config: Config, manifest: Manifest) -> dict[str, str]:
     """What a restore of it does on this host, why, and what it takes at the least."""
     rates, model = known(Path(config.state_dir)), config.models.get(manifest.profile.model)
@@ -158,7 +172,7 @@ def _stamps(config: Config) -> Stamps:
 
 
 def _summary(store: SnapshotStore, manifest: Manifest, judge: Judge) -> dict[str, Any]:
-    reason = store.quarantined(manifest.id)
+    reason = store.verdicts.standing(manifest.id).quarantined
     verdict = judge.judge(store.folder(manifest.id), manifest)
     return {
         "id": manifest.id,

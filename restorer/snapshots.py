@@ -41,6 +41,7 @@ from restorer.integrity import MANIFEST, Fault, differences, named, shape, stran
 from restorer.partial import PREFIX, Partial
 from restorer.stamps import SETTLE_NS, Stamps
 from restorer.trees import capture_tree, lay_tree
+from restorer.verdicts import Verdicts
 from restorer.weights import verify_weights
 
 __all__ = ["Fault", "SnapshotStore", "Staging", "capture_tree", "lay_tree", "verify_files", "verify_weights"]
@@ -57,8 +58,8 @@ _PULL_KEPT_S = 24 * 3600.0
 class Staging:
     """A snapshot being made. As a context manager it removes itself at the end, unless it was committed."""
 
-    def __init__(self, root: Path) -> None:
-        self.path = root / f".staging-{secrets.token_hex(6)}"
+    def __init__(self, root: Path, name: str = "") -> None:
+        self.path = root / (name or self.fresh_name())
         self.images = self.path / "images"
         self.scratch = self.path / "scratch"
         self.committed = False
@@ -73,6 +74,11 @@ class Staging:
         except BaseException:
             self.close()
             raise
+
+    @staticmethod
+    def fresh_name() -> str:
+        """A name for :meth:`SnapshotStore.stage`, so that it can be noted before the folder is there."""
+        return f".staging-{secrets.token_hex(6)}"
 
     def __enter__(self) -> Staging:
         return self
@@ -104,15 +110,14 @@ class SnapshotStore:
         self.sign = sign
         self._users = users
         self._stamps = stamps
-        self._verdicts = root / "verdicts"
         self._manifests: dict[str, tuple[tuple[int, ...], Manifest]] = {}
         """Those read before, with what their file was then: parsing one takes longer than all else of a match."""
-        for folder in (root, self._verdicts):
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.verdicts = Verdicts(root / "verdicts", socket.gethostname())
 
-    def stage(self) -> Staging:
-        """A new, empty staging folder on the store's file system."""
-        return Staging(self.root)
+    def stage(self, name: str = "") -> Staging:
+        """A new, empty staging folder on the store's file system, with a name from :meth:`Staging.fresh_name`."""
+        return Staging(self.root, name)
 
     def commit(self, staging: Staging, draft: Manifest) -> Manifest:
         """Make what is staged a snapshot: dig holes, make it read-only, durable, hash it, name it; the manifest last.
@@ -275,28 +280,6 @@ class SnapshotStore:
                     shutil.rmtree(path)
                     removed.append(path.name)
         return removed
-
-    def quarantine(self, id: str, reason: str) -> None:
-        """Note, durably, that a snapshot must not be restored again. The snapshot itself is not touched."""
-        verdict = {"verdict": "quarantined", "reason": reason, "at_ms": time.time_ns() // 1_000_000, "host": socket.gethostname()}
-        path = self._verdicts / f"{id}.jsonl"
-        with disk_space(f"writing the verdict on snapshot {id}", self.root), path.open("ab") as file:
-            # A line of its own, even after one that a crash cut short.
-            file.write(b"\n" * bool(file.tell()) + json.dumps(verdict).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        fsync(self._verdicts)
-
-    def quarantined(self, id: str) -> str | None:
-        """Why a snapshot must not be restored, or None."""
-        reason = None
-        with contextlib.suppress(FileNotFoundError):
-            for line in (self._verdicts / f"{id}.jsonl").read_bytes().splitlines():
-                with contextlib.suppress(ValueError, KeyError, TypeError):
-                    verdict = json.loads(line)
-                    if verdict["verdict"] == "quarantined":
-                        reason = str(verdict["reason"])
-        return reason
 
     def _ids(self) -> Iterator[str]:
         return (name for name in sorted(os.listdir(self.root)) if _ID.fullmatch(name))

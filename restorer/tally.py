@@ -23,6 +23,14 @@ class Tally:
         self._lock = threading.Lock()
         self._counts: defaultdict[Point, float] = defaultdict(float)
         self._gauges: dict[Point, float] = {}
+        self._begun: set[str] = set()
+
+    def first(self, name: str) -> bool:
+        """Nobody has asked this of ``name`` before."""
+        with self._lock:
+            known = name in self._begun
+            self._begun.add(name)
+        return not known
 
     def inc(self, series: str, *labels: str, by: float = 1.0) -> None:
         """Add to a counter."""

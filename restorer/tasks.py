@@ -18,13 +18,15 @@ from pydantic import JsonValue
 
 from policies import compat
 from policies.tasks import MAX_LOG_BYTES, Task, TaskKind, TaskState
-from restorer import profile
+from restorer import profile, transfer
+from restorer.catalog import chosen
 from restorer.errors import RestorerError
 from restorer.host import Host, log
 from restorer.integrity import verify_files
 from restorer.jobs import StoreUnavailable
 from restorer.progress import Work
 from restorer.remains import ENGINE_LOG
+from restorer.supply import noted
 from restorer.weights import verify_weights
 
 _AT_ONCE = 4
@@ -69,7 +71,7 @@ async def _explain(host: Host, task: Task, work: Work) -> Result:
             raise Failed(f"the configuration has no model {name!r}, which {manifest.id} is a snapshot of")
         here = profile.resolve(name, host.config.models[name], host.stamps)
         found = compat.mismatches(manifest, here, host.facts)
-        quarantined = host.snapshots.quarantined(manifest.id)
+        quarantined = host.snapshots.verdicts.standing(manifest.id).quarantined
         said = "fits this host" if not found else f"does not fit this host: {len(found)} mismatch{'es' * (len(found) != 1)}"
         said += f"; it is quarantined: {quarantined}" if quarantined else ""
         return f"{manifest.id} {said}", {
@@ -82,6 +84,18 @@ async def _explain(host: Host, task: Task, work: Work) -> Result:
         }
 
     return await asyncio.to_thread(compare)
+
+
+async def _push(host: Host, task: Task, work: Work) -> Result:
+    """Copy a snapshot to the remote."""
+    manifest = await asyncio.to_thread(host.snapshots.load, task.snapshot)
+    catalog = await asyncio.to_thread(chosen, host.config.storage, None)
+    with await asyncio.to_thread(host.snapshots.use, manifest.id):
+        moved = await transfer.push(catalog, host.snapshots, host.weights, manifest, report=work.count)
+    noted(host, "push", moved)
+    found = {"remote": catalog.remote.name, "chunks": moved.chunks, "chunks_moved": moved.chunks_moved}
+    found |= {"bytes": moved.bytes, "bytes_moved": moved.bytes_moved}
+    return f"{manifest.id} is in {catalog.what}", {**found, "seconds": moved.seconds}
 
 
 async def _log(host: Host, task: Task, work: Work) -> Result:
@@ -116,6 +130,7 @@ def _log_part(host: Host, task: Task, incarnation: str) -> Result:
 KINDS: Mapping[TaskKind, Callable[[Host, Task, Work], Awaitable[Result]]] = {
     "verify": _verify,
     "explain": _explain,
+    "push": _push,
     "log": _log,
 }
 

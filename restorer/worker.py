@@ -15,8 +15,9 @@ from policies.floor import Rates
 from policies.replica import Replica
 from policies.tracing import SPANS_KEPT, Span
 from policies.wire import HostReport, JobKind, OperationState, SnapshotSummary
-from restorer import accounts, collector, pipeline, spans
+from restorer import accounts, collector, pipeline, spans, undo
 from restorer.accounts import Held
+from restorer.attempt import report
 from restorer.errors import Cancelled, RestorerError
 from restorer.host import Host, log
 from restorer.jobs import Claim, Outcome, StoreUnavailable
@@ -77,7 +78,8 @@ class Worker:
         while True:
             try:
                 await self._host.jobs.check_schema()
-                await self._replicas.reconcile()
+                for trail in await self._replicas.reconcile():
+                    await report(self._host, trail)
                 await self._host.jobs.recover()
                 await self._host.progress.clear()
                 if not len(self._replicas):
@@ -88,7 +90,7 @@ class Worker:
                 await asyncio.sleep(_RECONNECT_S)
         for name in await asyncio.to_thread(self._sweep):
             log.warning("%s was removed: no snapshot is made of it, or needs it", name)
-        await self._host.boxes.fill()
+        await self._make_ready()
 
     def _sweep(self) -> list[str]:
         """Remove what was left half-made, and weights that no snapshot names any more."""
@@ -159,7 +161,12 @@ class Worker:
             stages, end = self._host.progress.done(claim.job.id), self._settled.pop(claim.job.id, None)
             self._spans.extend(spans.of_job(claim, self._host.name, stages, begun_ns, time.time_ns(), end))
             await self._host.progress.end(claim.job.id)
+        await self._make_ready()
+
+    async def _make_ready(self) -> None:
+        """What the next starts will want, while nothing is urgent."""
         await self._host.boxes.fill()
+        await asyncio.to_thread(self._host.journals.reserve, self._host.config.restorer.parallel_starts)
 
     def _note_end(self, claim: Claim, outcome: Outcome, record: Replica | None) -> None:
         if claim.job.trace:
@@ -217,6 +224,8 @@ class Worker:
                     summaries = await asyncio.to_thread(self._host.summaries)
                     await accounts.observe_gpus(self._host)
                     await self._replicas.repeat_records()
+                    await undo.reconcile(self._host, self._replicas.kept())
+                    await self._host.snapshots.verdicts.exchange(self._host.jobs)
                     if forgotten != (snapshots := {summary.id for summary in summaries}):
                         await self._forget_stages(snapshots)
                         forgotten = snapshots

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import json
 import os
 import shutil
@@ -284,7 +285,9 @@ def test_kill_9_of_the_engine_during_its_restore_and_the_waiter_is_served_and_to
             engine = [pid for pid in system.engines(doomed["incarnation"]) if b"e2e_engine.py" in argv_of(pid)]
             assert len(engine) == 2
             for pid in engine:
-                os.kill(pid, signal.SIGKILL)
+                # One may have followed the other already.
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         answer = waiter.result(timeout=60)
     assert (answer.status_code, answer.headers["x-rewake-start"]) == (200, "cold"), answer.text
     (replica,) = system.replicas("stages")

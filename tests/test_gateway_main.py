@@ -23,6 +23,7 @@ import yaml
 from certificates import make
 from conftest import eventually, running_store
 from fake_replica import ADMIN, CHAT, TOKEN, Exchange, Fleet, answer, delta, replica_server
+from otlp_receiver import collector
 
 ROOT = Path(__file__).parents[1]
 NOBODY = pwd.getpwnam("nobody")
@@ -53,9 +54,10 @@ def status_of(pid: int) -> str:
     return Path(f"/proc/{pid}/status").read_text()
 
 
-def written(folder: Path, port: int, **gateway: object) -> list[str]:
-    """Configuration and token as files; the arguments that name them."""
+def written(folder: Path, port: int, *, top: dict[str, object] | None = None, **gateway: object) -> list[str]:
+    """Configuration and token as files; the arguments that name them. ``top``: more sections."""
     config = {
+        **(top or {}),
         "models": {"m": {"engine": {"kind": "http", "command": ["/bin/true"]}}},
         "gateway": {"port": port, "drain_s": 5, **gateway},
         "run_dir": str(folder / "run"),
@@ -400,3 +402,15 @@ def test_a_taken_port_and_a_missing_account_are_clear(folder):
             arguments = written(folder, free_port(), user=user)
             ended = subprocess.run([*argv, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=20, check=False)
             assert (ended.returncode, says in ended.stderr) == (2, True)
+
+
+async def test_a_process_that_has_given_root_up_sends_its_spans_and_waits_for_none_at_its_end(folder, store_url):
+    """What the libraries load when they first send something was loaded before."""
+    with collector() as found:
+        arguments = written(folder, free_port(), top={"tracing": {"endpoint": found.url, "sample": 1.0}})
+        async with worker(arguments, store_url) as (process, url), httpx.AsyncClient(base_url=url, timeout=20) as http:
+            assert (await http.post(CHAT, json={"model": "nobody-knows"})).status_code == 404
+            await eventually(lambda: found.spans, within=20)
+            assert found.spans[0].error == "model_not_found"
+            process.send_signal(signal.SIGTERM)
+            assert await asyncio.wait_for(process.wait(), 20) == 0

@@ -52,6 +52,7 @@ def smallest(path: str, operation: dict) -> dict[str, object]:
     request: dict[str, object] = {
         "headers": dict(ADMIN),
         "url": path.replace("{name}", "m").replace("{id}", "x").replace("{asset}", "app.js"),
+        "params": {one["name"]: "m" for one in operation.get("parameters", ()) if one["in"] == "query" and one["required"]},
     }
     if any(parameter["name"] == "x-rewake-model" for parameter in operation.get("parameters", ())):
         request["headers"] = ADMIN | {"x-rewake-model": "m"}

@@ -48,9 +48,13 @@ def test_the_floor_of_a_stage_is_what_it_has_to_move(one: Stage, expected: float
 
 def test_disk_and_processors_can_work_beside_each_other() -> None:
     """1 GB from the disk for memory and 1 GB for the canary: two seconds, in which the rest is done too."""
-    stages = [stage("fill memory", size=GB, cached=0.0), stage("canary", size=GB, cached=0.0)]
+    stages = [stage("fill memory", size=GB, cached=0.0), stage("canary", 9.0, size=GB, cached=0.0)]
     assert judged(stages, RATES, canary_s=0.7)[1] == pytest.approx(2.0)
     assert judged(stages, RATES, canary_s=5.0)[1] == pytest.approx(5.25)
+
+
+def test_a_canary_that_is_answered_faster_than_the_donors_lowers_the_floor() -> None:
+    assert judged([stage("canary", 0.5)], RATES, canary_s=0.7)[1] == pytest.approx(0.5)
 
 
 def test_weights_travel_beside_the_rest_until_they_are_the_longest() -> None:

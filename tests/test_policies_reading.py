@@ -26,6 +26,12 @@ def test_cold_memory_is_read_past_the_page_cache_where_that_was_faster() -> None
     assert not reading.direct(Restore(read="cached"), RATES).on
 
 
+def test_clones_that_are_restored_at_once_share_what_they_read() -> None:
+    assert not reading.direct(Restore(), RATES, alone=False).on
+    assert "another replica" in reading.choices(Restore(), any_manifest(), RATES, alone=False)[0]
+    assert reading.direct(Restore(read="direct"), RATES, alone=False).on
+
+
 def test_huge_pages_are_used_where_they_were_faster() -> None:
     assert not reading.huge(RATES).on
     assert reading.huge(RATES.model_copy(update={"fill_huge": 5.0 * GB})).on

@@ -18,6 +18,7 @@ from test_restorer_snapshots import committed
 
 from policies.manifest import Manifest
 from policies.retention import Retention
+from policies.verdicts import Note
 from restorer import collector, holds
 from restorer import snapshots as module
 from restorer.collector import collect
@@ -233,7 +234,9 @@ def test_weights_stay_where_a_manifest_cannot_be_read(weights: WeightsStore, sto
 
 def test_survey_says_what_each_is(store: SnapshotStore, tmp_path: Path) -> None:
     good, bad = committed(store, created_ms=1), committed(store, created_ms=2)
-    store.quarantine(bad.id, "why")
+    store.verdicts.note(
+        bad.id, Note(what="failed", host=store.verdicts.host, at_ms=1, cls="snapshot", certain=True, reason="why")
+    )
     with store.use(good.id):
         found = {one.id: one for one in collector.survey(store, {good.id: True}, {})}
     assert (found[good.id].usable, found[good.id].in_use, found[good.id].quarantined) == (True, True, False)

@@ -9,6 +9,7 @@ import os
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -30,7 +31,9 @@ def document(*models: str, **more: Any) -> dict[str, Any]:
 def a_host(config: Config) -> Host:
     """A host of which only the configuration matters."""
     nothing = cast(Any, None)
-    return Host(config, "h", *[nothing] * 8, None, "")
+    host = Host(config, "h", *[nothing] * 9, None, "", nothing, nothing, nothing)
+    host.snapshots = cast(Any, SimpleNamespace(sign=None, verdicts=SimpleNamespace(policy=None)))
+    return host
 
 
 def told(number: int, *models: str, **more: Any) -> Told:

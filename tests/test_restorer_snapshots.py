@@ -329,20 +329,6 @@ def test_a_crash_while_removing_leaves_no_snapshot(store: SnapshotStore, monkeyp
     assert list(store.sweep(older_than_s=0)) == [manifest.id]
 
 
-def test_quarantine_is_a_verdict_beside_the_snapshot(store: SnapshotStore) -> None:
-    manifest = committed(store)
-    assert store.quarantined(manifest.id) is None
-    store.quarantine(manifest.id, "first")
-    with (store.root / "verdicts" / f"{manifest.id}.jsonl").open("ab") as file:
-        file.write(b'{"verdict": "quaran')  # a crash in mid-write
-    assert store.quarantined(manifest.id) == "first"
-    store.quarantine(manifest.id, "second")
-    assert store.quarantined(manifest.id) == "second"
-    assert store.verify(manifest.id, full=True) == []
-    store.remove(manifest.id)
-    assert store.quarantined(manifest.id) == "second"
-
-
 def test_restore_case_15_a_changed_binary_or_library_is_refused_by_name(tmp_path: Path) -> None:
     stamps = Stamps(tmp_path / "stamps.json")
     files = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import tempfile
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from policies.replica import Replica, State
 from policies.wire import HostReport, OperationState, SnapshotSummary, StageKey
 from restorer.host import News
 from restorer.jobs import JobStore
+from restorer.journal import Journals
 from restorer.progress import ProgressBoard
 from restorer.tally import Tally
 from restorer.worker import Worker
@@ -50,11 +52,13 @@ class Bench:
         await self.worker._work(claim)
 
 
-async def nothing(*_: object, **__: object) -> None: ...
+async def nothing(*_: object, **__: object) -> tuple[()]:
+    return ()
 
 
 @contextlib.asynccontextmanager
 async def bench(url: str, config: Config = CONFIG, snapshots: tuple[SnapshotSummary, ...] = ()) -> AsyncIterator[Bench]:
+    folder = tempfile.TemporaryDirectory()
     jobs, store = JobStore(url, "rewake", "host-a"), Store(url, "rewake")
     host: Any = SimpleNamespace(
         name="host-a",
@@ -64,12 +68,15 @@ async def bench(url: str, config: Config = CONFIG, snapshots: tuple[SnapshotSumm
         config=config,
         model=config.models.__getitem__,
         summaries=lambda: snapshots,
-        snapshots=SimpleNamespace(sweep=lambda older_than_s: [], list=list, root=Path("/proc/self/fdinfo")),
+        snapshots=SimpleNamespace(
+            verdicts=SimpleNamespace(exchange=nothing), sweep=lambda older_than_s: [], list=list, root=Path("/proc/self/fdinfo")
+        ),
         criu=None,
         capability="",
         tally=Tally(),
         gpus=SimpleNamespace(facts=None),
         discard=nothing,
+        journals=Journals(Path(folder.name)),
         weights=SimpleNamespace(sweep=lambda used, older_than_s: []),
         speed=None,
         boxes=SimpleNamespace(discard=nothing, close=nothing, fill=nothing, survivors=nothing),
@@ -85,6 +92,7 @@ async def bench(url: str, config: Config = CONFIG, snapshots: tuple[SnapshotSumm
         await engine.wait()
         await jobs.close()
         await store.close()
+        folder.cleanup()
 
 
 async def test_a_snapshot_waits_for_no_place_that_an_engine_has_against_the_stores_word(store: Any, store_server: str) -> None:

@@ -23,6 +23,7 @@ import rewake
 from policies.config import parse
 from policies.manifest import Exchange, HostFacts, Manifest, MappedFile, Profile
 from policies.replica import Replica, State
+from policies.verdicts import Note
 from policies.wire import Operation, OperationState
 from restorer import operator
 from restorer.snapshots import SnapshotStore
@@ -505,7 +506,8 @@ def test_snapshot_ls_is_empty_where_there_is_none(place: Place) -> None:
 
 def test_snapshot_ls_shows_whole_quarantined_and_damaged_ones(place: Place) -> None:
     old, new, broken = (snapshot(place, created_ms) for created_ms in (1000, 2000, 3000))
-    store_of(place).quarantine(old.id, "its canary differed")
+    reason = Note(what="failed", host=store_of(place).verdicts.host, certain=True, reason="its canary differed")
+    store_of(place).verdicts.note(old.id, reason)
     (store_of(place).folder(broken.id) / "manifest.json").chmod(0o600)
     (store_of(place).folder(broken.id) / "manifest.json").write_text("{}")
     code, out, _ = place.run("snapshot", "ls")

@@ -163,24 +163,56 @@ def litellm(folder: Path, upstream: int) -> Iterator[Running]:
 
 
 @contextlib.contextmanager
-def rewake(folder: Path, upstream: int, **model: Any) -> Iterator[Running]:
-    """With what a gateway of many tenants has in the path: keys, limits, accounting, metrics, access log."""
+def _rewake(name: str, upstream: int, *, program: Sequence[str] = ("-m", "gateway"), **more: Any) -> Iterator[Running]:
+    """With what a gateway of many tenants has in the path: keys, limits, accounting."""
     key = "sha256:" + hashlib.sha256(b"rk-bench").hexdigest()
     many = 10**9
     tenants = {
         "bench": {"keys": [key], "limits": {"requests_per_minute": many, "tokens_per_minute": many, "concurrency": 100_000}}
     }
-    engine = {"engine": {"kind": "http", "command": ["/bin/true"]}, "concurrency": 100_000, **model}
-    with gateway({"bench": engine}, top={"tenants": tenants}) as made:
+    engine = {"engine": {"kind": "http", "command": ["/bin/true"]}, "concurrency": 100_000}
+    top = {"tenants": tenants, **more.pop("top", {})}
+    with gateway({"bench": engine}, top=top, program=program, log=f"bench-{name}", **more) as made:
         made.admit("bench", upstream, concurrency=100_000)
-        until(lambda: _answers(made.process, made.port, "build/bench-gateway.log"), "rewake")
-        yield Running("rewake", made.port, made.process.pid)
+        until(lambda: _answers(made.process, made.port, f"build/bench-{name}.log"), name)
+        yield Running(name, made.port, made.process.pid)
+
+
+@contextlib.contextmanager
+def rewake(folder: Path, upstream: int) -> Iterator[Running]:
+    """As it comes: metrics and access log, no tracing."""
+    with _rewake("rewake", upstream) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def rewake_observed(folder: Path, upstream: int) -> Iterator[Running]:
+    """Metrics, access log, and as many traces as are made by default, for a collector that takes them all."""
+    port = free_port()
+    sink = subprocess.Popen([sys.executable, str(HERE / "sink.py"), str(port)])
+    try:
+        tracing = {"endpoint": f"http://127.0.0.1:{port}/v1/traces"}
+        with _rewake("rewake_observed", upstream, top={"tracing": tracing}) as running:
+            yield running
+    finally:
+        sink.kill()
+        sink.wait()
+
+
+@contextlib.contextmanager
+def rewake_unobserved(folder: Path, upstream: int) -> Iterator[Running]:
+    """Neither metrics nor access log nor traces."""
+    program = (str(HERE / "unobserved.py"),)
+    with _rewake("rewake_unobserved", upstream, program=program, access_log=False) as running:
+        yield running
 
 
 Contender = Callable[[Path, int], contextlib.AbstractContextManager[Running]]
 CONTENDERS: dict[str, Contender] = {
     "nginx": nginx,
     "rewake": rewake,
+    "rewake_observed": rewake_observed,
+    "rewake_unobserved": rewake_unobserved,
     "naive": naive,
     "vllm_router": vllm_router,
     "sglang_router": sglang_router,

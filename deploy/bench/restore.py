@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How near restores come to what this host can do at all: ``make bench-restore``.
 
-Usage: restore.py [--gigabytes N] [--rounds N] [--only memory,mapped] [--clones 1,2,4] [--no-lazy]
+Usage: restore.py [--gigabytes N] [--rounds N] [--cold N] [--only memory,mapped] [--clones 1,2,4] [--no-lazy]
 
 A model with random weights is made on the spot and served by llama-server, once with its weights read into memory and once
 mapped. In each round, in turns: a cold start, a plain `criu restore`, one with lazy pages, and Rewake's restore, each from a
@@ -44,7 +44,7 @@ from restorer.floor import measure  # noqa: E402
 
 BUILD = ROOT / "build"
 WORK = BUILD / "bench-restore"
-BODY = {"prompt": "The capital of France is", "max_tokens": 1, "temperature": 0, "seed": 1}
+BODY = {"prompt": "One", "max_tokens": 1, "temperature": 0, "seed": 1}
 CONTENDERS = ("cold start", "criu", "criu lazy", "rewake")
 TIERS = ("disk", "page cache")
 console = Console(highlight=False)
@@ -61,7 +61,7 @@ def settings(variant: str, gguf: Path, **more: Any) -> dict[str, Any]:
         "snapshot": {"create": "manual"},
         "on_no_snapshot": "reject",
         "on_restore_failure": "reject",
-        "canary": {"prompts": [BODY["prompt"]], "max_tokens": 2},
+        "canary": {"prompts": [BODY["prompt"]], "max_tokens": 1},
         "max_replicas": 4,
         "idle_park_s": 3600,
         **more,
@@ -98,6 +98,7 @@ class Variant:
         self.name, self.gguf, self.service, self.plain = name, gguf, service, plain
         self.manifest = service.snapshot(name)
         snapshot = service.state / "snapshots" / self.manifest["id"]
+        self.images = files_in(snapshot / "images")
         mapped = [Path(file["path"]) for file in self.manifest["files"]]
         own = [] if name == "memory" else [gguf]
         libraries = [path for path in mapped if path != gguf]
@@ -125,29 +126,35 @@ class Variant:
         return {"variant": self.name, "contender": contender, "tier": tier, "cached": round(there / total, 3), **found}
 
 
-def judged(found: dict[str, Any], rates: Rates, manifest: dict[str, Any]) -> dict[str, Any]:
-    """One restore of ours beside the floor by these rates, with and without its canary."""
+def judged(found: dict[str, Any], rates: Rates, stick: dict[str, float], manifest: dict[str, Any]) -> dict[str, Any]:
+    """One restore of ours: beside the floor that Rewake's own probe makes, and, without its canary, beside the yardstick."""
     record = Replica.model_validate(found.pop("record"))
     stages, floor_s = floor.judged(record.stages, rates, canary_s=manifest["canary_s"])
-    again = record.model_copy(update={"stages": tuple(stages), "floor_s": floor_s})
-    account = floor.account(again)
+    account = floor.account(record.model_copy(update={"stages": tuple(stages), "floor_s": floor_s}))
     assert account is not None
-    canary = sum(stage.seconds for stage in stages if stage.name == "canary")
-    _, without_s = floor.judged([stage for stage in stages if stage.name != "canary"], rates, canary_s=None)
+    moved_s = account.took_s - sum(stage.seconds for stage in stages if stage.name == "canary")
+    least_s = stick["cache"] if found["tier"] == "page cache" else max(stick["disk"], stick["fill"])
     return {
         **found,
         "took_s": record.took_s,
         "floor_s": floor_s,
         "ratio": account.ratio,
-        "without_canary": {
-            "took_s": account.took_s - canary,
-            "floor_s": without_s,
-            "ratio": (account.took_s - canary) / without_s,
-        },
+        "moved_s": moved_s,
+        "least_s": least_s,
+        "moved_ratio": moved_s / least_s,
         "account": account.text,
         "choices": record.choices,
         "stages": [stage.model_dump() for stage in stages],
+        "yardstick": stick,
     }
+
+
+def yardstick(paths: Sequence[Path]) -> dict[str, float]:
+    """Seconds that the bytes of these files take by themselves, now."""
+    argv = [sys.executable, str(ROOT / "deploy/bench/yardstick.py"), *map(str, paths)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=True, env=environment)
+    return dict(json.loads(done.stdout))
 
 
 async def rates_now() -> Rates:
@@ -159,19 +166,18 @@ async def rates_now() -> Rates:
 
 
 def rounds(variants: Sequence[Variant], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Every contender in turn; each restore of ours stands between two measurements of the host."""
+    """Every contender in turn; the host is measured right after each restore of ours."""
     found = []
     for number in range(options.rounds):
         for variant in variants:
             for tier in TIERS:
                 for contender in CONTENDERS:
-                    if contender == "criu lazy" and options.no_lazy:
+                    if (contender == "criu lazy" and options.no_lazy) or (contender == "cold start" and number >= options.cold):
                         continue
-                    before = asyncio.run(rates_now()) if contender == "rewake" else None
                     one = {"round": number, **variant.run(contender, tier)}
-                    if before is not None:
-                        rates = before.best(asyncio.run(rates_now()))
-                        one = judged(one, rates, variant.manifest) | {"rates": rates.model_dump()}
+                    if contender == "rewake":
+                        rates, stick = asyncio.run(rates_now()), yardstick(variant.images)
+                        one = judged(one, rates, stick, variant.manifest) | {"rates": rates.model_dump()}
                     found.append(one)
                     more = f"; {one['account']}" if "account" in one else ""
                     console.print(f"{number} {variant.name}, {tier}, {contender}: {one['seconds']:.2f} s{more}")
@@ -184,21 +190,19 @@ def median(found: Sequence[dict[str, Any]], key: str, **which: Any) -> float | N
 
 
 def ratios(found: Sequence[dict[str, Any]], variant: str, tier: str) -> dict[str, float]:
-    """Medians of the ratios within rounds."""
+    """Ratios of medians."""
 
-    def per_round(contender: str) -> list[float]:
-        mine = {one["round"]: one["seconds"] for one in found if _is(one, variant, tier, "rewake")}
-        theirs = {one["round"]: one["seconds"] for one in found if _is(one, variant, tier, contender)}
-        return [theirs[number] / mine[number] for number in mine if number in theirs]
+    def seconds(contender: str) -> list[float]:
+        return [one["seconds"] for one in found if _is(one, variant, tier, contender)]
 
     ours = [one for one in found if _is(one, variant, tier, "rewake")]
     result = {
         "vs_floor": statistics.median(one["ratio"] for one in ours),
-        "vs_floor_without_canary": statistics.median(one["without_canary"]["ratio"] for one in ours),
+        "without_canary_vs_yardstick": statistics.median(one["moved_ratio"] for one in ours),
     }
     for name, contender in (("cold_start", "cold start"), ("plain_criu", "criu"), ("lazy_criu", "criu lazy")):
-        if values := per_round(contender):
-            result[f"times_faster_than_{name}"] = statistics.median(values)
+        if theirs := seconds(contender):
+            result[f"times_faster_than_{name}"] = statistics.median(theirs) / statistics.median(seconds("rewake"))
     return {name: round(value, 2) for name, value in result.items()}
 
 
@@ -209,14 +213,16 @@ def _is(one: dict[str, Any], variant: str, tier: str, contender: str) -> bool:
 def show(result: dict[str, Any]) -> None:
     for variant in result["ratios"]:
         table = Table(title=f"weights {variant}: seconds to the first token, medians", title_justify="left")
-        for title in ("", *CONTENDERS, "floor", "x floor", "x floor, without canary"):
+        for title in ("", *CONTENDERS, "floor", "x floor", "without canary", "yardstick", "x yardstick"):
             table.add_column(title, justify="right" if title else "left")
         for tier in TIERS:
             seconds = [median(result["runs"], "seconds", variant=variant, tier=tier, contender=one) for one in CONTENDERS]
             least = median(result["runs"], "floor_s", variant=variant, tier=tier)
             found = result["ratios"][variant][tier]
             cells = ["-" if value is None else f"{value:.2f}" for value in (*seconds, least)]
-            table.add_row(tier, *cells, f"{found['vs_floor']:.2f}", f"{found['vs_floor_without_canary']:.2f}")
+            moved, stick = (median(result["runs"], key, variant=variant, tier=tier) for key in ("moved_s", "least_s"))
+            cells += [f"{found['vs_floor']:.2f}", f"{moved:.2f}", f"{stick:.2f}", f"{found['without_canary_vs_yardstick']:.2f}"]
+            table.add_row(tier, *cells)
         console.print(table)
     table = Table(title="clones of one snapshot, from the page cache", title_justify="left")
     for title in ("clones", "all admitted", "slowest / fastest", "RSS", "PSS"):
@@ -259,7 +265,8 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
         "model_bytes": gguf.stat().st_size,
         "snapshot_bytes": {variant.name: variant.manifest["bytes"] for variant in variants},
         "headline": {
-            "restore_cold_vs_floor": first["vs_floor"],
+            "restore_cold_vs_floor": first["without_canary_vs_yardstick"],
+            "restore_cold_vs_own_floor": first["vs_floor"],
             "restore_vs_cold_start": first["times_faster_than_cold_start"],
             "restore_vs_plain_criu": first["times_faster_than_plain_criu"],
         },
@@ -274,11 +281,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=2.3, help="of the model; default: 2.3")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--cold", type=int, default=1, help="rounds with a cold start, the longest of all; default: 1")
     parser.add_argument("--only", default="memory,mapped")
     parser.add_argument("--clones", default="1,2,4")
     parser.add_argument("--no-lazy", action="store_true", help="leave CRIU's lazy pages out")
     options = parser.parse_args()
     WORK.mkdir(parents=True, exist_ok=True)
+    # Snapshots of earlier runs are of no use.
+    shutil.rmtree(WORK / "state", ignore_errors=True)
     begun = time.monotonic()
     try:
         result = measured(options)

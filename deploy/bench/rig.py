@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +61,10 @@ def raise_open_files(wanted: int) -> None:
 class Gateway:
     """One gateway process over a store of its own."""
 
-    def __init__(self, folder: Path, models: dict[str, Any], *, log: Path, top: dict[str, Any], **gateway: Any) -> None:
-        self.port = free_port()
+    def __init__(
+        self, folder: Path, models: dict[str, Any], *, log: Path, top: dict[str, Any], program: Sequence[str], **gateway: Any
+    ) -> None:
+        self.port, self._program = free_port(), program
         self._folder, self._socket = folder, folder / "store.sock"
         config = {
             "models": models,
@@ -98,7 +100,7 @@ class Gateway:
         self._redis = redis.Redis(unix_socket_path=str(self._socket), decode_responses=True)
         argv = ["--config", str(folder / "rewake.yaml"), "--admin-token-file", str(folder / "token")]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "gateway", *argv, "--store", f"unix://{self._socket}"],
+            [sys.executable, *self._program, *argv, "--store", f"unix://{self._socket}"],
             cwd=ROOT,
             stdout=self._log,
             stderr=self._log,
@@ -162,8 +164,16 @@ class Gateway:
 
 
 @contextlib.contextmanager
-def gateway(models: dict[str, Any], *, top: dict[str, Any] | None = None, **settings: Any) -> Iterator[Gateway]:
-    """A gateway for these models; ``top``: more sections of its configuration. Its log stays in ``build/``."""
+def gateway(
+    models: dict[str, Any],
+    *,
+    top: dict[str, Any] | None = None,
+    program: Sequence[str] = ("-m", "gateway"),
+    log: str = "bench-gateway",
+    **settings: Any,
+) -> Iterator[Gateway]:
+    """A gateway for these models; ``top``: more sections of its configuration; ``program``: what is run instead of the
+    gateway itself. Its log stays in ``build/``."""
     BUILD.mkdir(exist_ok=True)
     # Sockets need short paths that the gateway's account can pass; /tmp is both.
     folder = Path(tempfile.mkdtemp(prefix="rewake-bench-"))
@@ -171,7 +181,7 @@ def gateway(models: dict[str, Any], *, top: dict[str, Any] | None = None, **sett
     if os.geteuid() == 0:
         settings.setdefault("user", pwd.getpwnam("nobody").pw_name)
     try:
-        made = Gateway(folder, models, log=BUILD / "bench-gateway.log", top=top or {}, **settings)
+        made = Gateway(folder, models, log=BUILD / f"{log}.log", top=top or {}, program=program, **settings)
         try:
             yield made
         finally:

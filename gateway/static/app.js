@@ -101,8 +101,8 @@ function speak(found) {
 
 // Ages and running bars go on between two documents; calmly where less motion is wanted.
 const calm = matchMedia("(prefers-reduced-motion: reduce)");
-setInterval(() => view && !document.hidden && (calm.matches ? null : draw()), 250);
-setInterval(() => view && !document.hidden && calm.matches && draw(), 2_000);
+setInterval(() => view?.progress.length && !document.hidden && !calm.matches && draw(), 250);
+setInterval(() => !document.hidden && draw(), 2_000);
 
 document.addEventListener("click", (event) => {
   const button = event.target.closest("[data-act]");

@@ -2,7 +2,7 @@
 
 import { ApiError, call, finished, sleep } from "./api.js";
 import { h } from "./dom.js";
-import { bytes, plural, seconds } from "./format.js";
+import { bytes, moment, plural, seconds } from "./format.js";
 import { state } from "./views.js";
 
 const dialog = document.getElementById("dialog");
@@ -139,13 +139,23 @@ const ACTIONS = {
   async log({ replica, host }) {
     await follow(replica, host);
   },
-  why({ model, replica }, view) {
-    const record = view.replicas.find((one) => one.id === replica);
-    const facts = view.models.find((one) => one.name === model);
-    open(`Why ${replica || model} ${record ? `is ${record.state}` : "cannot be started"}`, story(view, facts, record), [
-      record?.incarnation || record ? h("button", { type: "button", "data-act": "log", "data-replica": record.id, "data-host": record.host }, "Its log") : null,
-      close(),
-    ], "wide");
+  async why({ model, replica }) {
+    const name = replica || model;
+    const signal = open(`Why ${name}?`, h("p", { role: "status" }, "Asking…"), [close()], "wide");
+    const content = dialog.querySelector(".content");
+    try {
+      const told = await call("GET", `why?of=${encodeURIComponent(name)}`, undefined, { signal });
+      if (signal.aborted) return;
+      content.replaceChildren(...story(told));
+      const last = told.tries[0];
+      const record = told.replicas.find((one) => one.id === (replica || last?.replica));
+      if (record?.incarnation || last?.replica) {
+        const facts = { "data-replica": record?.id ?? last.replica, "data-host": record?.host || last?.host };
+        dialog.querySelector(".buttons").prepend(h("button", { type: "button", "data-act": "log", ...facts }, "Its log"));
+      }
+    } catch (error) {
+      if (!signal.aborted) content.replaceChildren(h("p", { class: "error", role: "alert" }, error.message));
+    }
   },
 };
 
@@ -198,19 +208,43 @@ function explanation({ model, fits, quarantined, mismatches, made }) {
   ].filter(Boolean);
 }
 
-function story(view, model, record) {
-  const reason = record?.reason || model?.failure || "";
-  const [said, ...log] = reason.split(/; its log ends: /);
-  const unfit = view.hosts.flatMap((host) => host.snapshots.filter((one) => one.model === model?.name && !one.fits).map((one) => ({ ...one, host: host.host })));
+const FAULTS = {
+  host: "This host's doing: another may do.",
+  snapshot: "The snapshot's own fault.",
+  transient: "The moment's: it is tried again.",
+  tool: "A tool failed.",
+  environment: "This host lacks something just now.",
+  cancelled: "Nobody wanted it any more.",
+};
+
+function story(told) {
+  const [last, ...earlier] = told.tries;
+  const again = told.next_try_s === null ? null : h("p", { class: "note" }, `It is not tried again by itself for another ${seconds(told.next_try_s)}; an operator may at any time.`);
+  if (!last) {
+    const record = told.replicas.find((one) => one.reason) ?? told.replicas[0];
+    return [h("p", { class: "verdict" }, state(record?.state ?? told.state)), quoted(record?.reason || told.brief || "Nothing is on record against it."), again, unfit(told)].filter(Boolean);
+  }
+  const cold = last.outcome === "succeeded";
+  const what = last.kind === "start" ? (cold ? "The restore" : "The start") : "The snapshot";
   return [
-    h("p", { class: "verdict" }, state(record?.state ?? "failed"), record?.start === "cold" && record.state === "admitted" ? " It serves, but it was started cold." : ""),
-    h("pre", { class: "quote", tabindex: "0", role: "region", "aria-label": "Reason" }, said || "Nothing was noted."),
-    log.length ? [h("h3", {}, "The engine's last words"), h("pre", { class: "quote", tabindex: "0", role: "region", "aria-label": "The engine's last words" }, log.join("; its log ends: "))] : null,
-    unfit.length
-      ? [h("h3", {}, "Its snapshots"), h("ul", { class: "faults" }, unfit.map((one) => h("li", {}, h("code", {}, one.id), ` on ${one.host}: `, one.quarantined ? `quarantined: ${one.quarantined}` : one.mismatches.join("; "))))]
-      : null,
-  ];
+    h("p", { class: "verdict" }, state(cold ? "failed" : last.outcome), h("span", {}, `${what} failed ${last.step}, on ${last.host}, at ${moment(last.at_ms)}${cold ? "; it was then started cold" : ""}.`)),
+    h("h3", {}, "What was said"),
+    quoted(last.quote),
+    last.remedy ? [h("h3", {}, "To mend it"), h("p", { class: "remedy" }, capital(last.remedy))] : [],
+    last.fault ? h("p", { class: "note" }, FAULTS[last.fault] ?? last.fault) : null,
+    again,
+    last.said && last.said !== last.quote ? h("details", {}, h("summary", {}, "All that was said"), quoted(last.said)) : null,
+    earlier.length ? h("details", {}, h("summary", {}, `Before that: ${plural(earlier.length, "attempt")}`), h("ul", { class: "faults" }, earlier.map((one) => h("li", {}, `${moment(one.at_ms)} on ${one.host}, ${one.step}: ${one.quote}`)))) : null,
+    unfit(told),
+  ].flat().filter(Boolean);
 }
+
+const quoted = (text) => h("pre", { class: "quote", tabindex: "0", role: "region", "aria-label": `Quoted: ${text.slice(0, 40)}` }, text);
+const capital = (text) => `${text[0].toUpperCase()}${text.slice(1).replace(/\.$/, "")}.`;
+const unfit = (told) =>
+  told.unfit.length
+    ? h("details", {}, h("summary", {}, `${plural(told.unfit.length, "snapshot is", "snapshots are")} not used`), h("ul", { class: "faults" }, told.unfit.map((one) => h("li", {}, h("code", {}, one.id), ` on ${one.host}: ${one.reason}`))))
+    : null;
 
 /** The engine's log as it grows. */
 async function follow(replica, host) {

@@ -207,6 +207,7 @@ function starts(view) {
       { class: "card", "data-key": replica.id, open: done.length <= 2 },
       h("summary", {}, h("span", { class: "name" }, replica.id), " ", outcome(replica), h("span", { class: "under" }, ` ${seconds(ofReplica(replica).total)}${replica.host ? ` on ${replica.host}` : ""}`)),
       waterfall(ofReplica(replica), { cold: coldOf(view, replica.model), caption: `Stages of the last start of ${replica.id}`, live: false }),
+      replica.account ? h("p", { class: "note" }, `${replica.account[0].toUpperCase()}${replica.account.slice(1)}`) : null,
     ),
   );
   return section("starts", "Last starts", null, cards.length ? cards : h("p", { class: "empty" }, "Nothing has been started yet."));

@@ -1,0 +1,112 @@
+"""What a restore is measured by: its very bytes read from the disk, and as many put into fresh memory, with nothing else done.
+
+``yardstick.py FILE...`` prints seconds as JSON: ``disk`` past the page cache, ``fill`` from a buffer in the processor's cache
+into memory that nobody has touched, ``cache`` from the page cache into such memory, ``zstd`` what the longer of reading and
+unpacking would be if they were packed. A restore
+from the disk cannot end before the longer of ``disk`` and ``fill``. Takes as much memory as the files have data.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import ctypes
+import json
+import mmap
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import zstandard
+
+from restorer.files import data_extents
+
+BLOCK = 2 << 20
+SAMPLE = 48
+"""Blocks that are packed and unpacked."""
+CPUS = os.cpu_count() or 1
+
+
+def blocks(fd: int) -> list[tuple[int, int, int]]:
+    """(file, offset, size) of all data, in pieces."""
+    found = []
+    for start, end in data_extents(fd, os.fstat(fd).st_size):
+        found += [(fd, at, min(BLOCK, end - at)) for at in range(start & ~4095, end, BLOCK)]
+    return found
+
+
+def timed(threads: int, count: int, work: Callable[[int, int], object]) -> float:
+    """Seconds of ``work(thread, number)`` for all numbers."""
+
+    def share(thread: int) -> None:
+        for number in range(thread, count, threads):
+            work(thread, number)
+
+    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+        begun = time.perf_counter()
+        list(pool.map(share, range(threads)))
+        return time.perf_counter() - begun
+
+
+def disk(paths: list[Path], readers: int) -> float:
+    for path in paths:
+        fd = os.open(path, os.O_RDONLY)
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+    fds = [os.open(path, os.O_RDONLY | os.O_DIRECT) for path in paths]
+    jobs = [job for fd in fds for job in blocks(fd)]
+    buffers = [mmap.mmap(-1, BLOCK) for _ in range(readers)]
+    seconds = timed(readers, len(jobs), lambda thread, n: os.preadv(jobs[n][0], [buffers[thread]], jobs[n][1]))
+    for fd in fds:
+        os.close(fd)
+    return seconds
+
+
+def into_fresh_memory(total: int, work: Callable[[int, memoryview], object]) -> float:
+    """Seconds of ``work(number, part)`` for all parts of so much memory."""
+    count = -(-total // BLOCK)
+    with mmap.mmap(-1, count * BLOCK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory, memoryview(memory) as view:
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+
+        def part(_: int, number: int) -> None:
+            with view[number * BLOCK : (number + 1) * BLOCK] as piece:
+                work(number, piece)
+
+        return timed(CPUS, count, part)
+
+
+def packed(jobs: list[tuple[int, int, int]]) -> tuple[float, float]:
+    """(how much smaller zstd makes the bytes, how many bytes a second all processors unpack), by a sample of them."""
+    sample = jobs[:: max(1, len(jobs) // SAMPLE)]
+    plain = [os.pread(fd, size, at) for fd, at, size in sample]
+    frames = [zstandard.ZstdCompressor(level=1).compress(data) for data in plain]
+    total = sum(map(len, plain))
+    seconds = timed(CPUS, len(frames), lambda _, number: zstandard.ZstdDecompressor().decompress(frames[number]))
+    return total / sum(map(len, frames)), total / seconds
+
+
+def main() -> None:
+    paths = [Path(name) for name in sys.argv[1:]]
+    fds = [os.open(path, os.O_RDONLY) for path in paths]
+    jobs = [job for fd in fds for job in blocks(fd)]
+    total = sum(size for _, _, size in jobs)
+    from_disk = min(disk(paths, readers) for readers in (2, 4, 8))
+    hot = bytearray(os.urandom(BLOCK))
+    source = (ctypes.c_char * BLOCK).from_buffer(hot)
+
+    def copied(_: int, part: memoryview) -> None:
+        ctypes.memmove((ctypes.c_char * BLOCK).from_buffer(part), source, BLOCK)
+
+    fill = into_fresh_memory(total, copied)
+    for fd, at, size in jobs:
+        os.pread(fd, size, at)
+    cache = into_fresh_memory(sum(BLOCK for _ in jobs), lambda number, part: os.preadv(jobs[number][0], [part], jobs[number][1]))
+    ratio, unpacking = packed(jobs)
+    # The disk would have less to do, the processors more, beside what they do anyway.
+    zstd = max(from_disk / ratio, fill + total / unpacking)
+    print(json.dumps({"bytes": total, "disk": from_disk, "fill": fill, "cache": cache, "zstd": zstd, "zstd_ratio": ratio}))
+
+
+main()

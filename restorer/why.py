@@ -1,0 +1,91 @@
+"""``rewake why``: from a failed restore to its cause in one screen; and the short cause that ``rewake ps`` shows.
+
+Prints what the admin API tells (:mod:`policies.story`); decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+from pydantic import ValidationError
+
+from policies.story import Story, Try
+from restorer.commands import AsJson, ConfigFile
+from restorer.console import print_json, print_table, when
+from restorer.frame import brief, seconds
+from restorer.operator import Admin, Failed, load
+
+_CAUSE = 60
+_FAULTS = {
+    "host": "this host's doing: another may do",
+    "snapshot": "the snapshot's own fault",
+    "transient": "the moment's: it is tried again",
+    "tool": "a tool failed",
+    "environment": "this host lacks something just now",
+    "cancelled": "nobody wanted it any more",
+}
+
+
+def why(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A model, a replica (model#slot), or an incarnation.")],
+    config: ConfigFile = None,
+    json_: AsJson = False,
+) -> None:
+    """Say why a model or a replica is not what it should be: what failed, the line that says so, what mends it."""
+    with Admin(load(config)[1]) as admin:
+        document = admin.why(name)
+    if json_:
+        return print_json(document)
+    try:
+        told = Story.model_validate(document)
+    except ValidationError as error:
+        raise Failed(f"the gateway is of another version: {str(error).splitlines()[0]}") from None
+    for line in _lines(told):
+        print(line)
+    if told.replicas:
+        rows = [[one.id, one.state, one.start or "-", one.snapshot or "-", when(one.updated_ms)] for one in told.replicas]
+        print()
+        print_table(["REPLICA", "STATE", "START", "SNAPSHOT", "SINCE"], rows)
+
+
+def _lines(told: Story) -> Iterator[str]:
+    if not told.brief and not told.unfit:
+        yield f"{told.model} is {told.state}: nothing is on record against it"
+        yield from (f"{one.id}: {one.reason}" for one in told.replicas if one.reason)
+        return
+    yield f"{told.model} is {told.state}"
+    if told.tries:
+        yield from _attempt(told.tries[0])
+    elif told.brief:
+        yield f"  {told.brief}"
+    if told.next_try_s is not None:
+        yield f"not tried again by itself for another {seconds(told.next_try_s)}; `rewake scale` tries at once"
+    for one in told.tries[1:]:
+        yield f"before that, {when(one.at_ms)} on {one.host}, {one.step}: {brief(one.quote, 200)}"
+    for unfit in told.unfit:
+        yield f"snapshot {unfit.id} on {unfit.host} is not used: {unfit.reason}"
+
+
+def _attempt(one: Try) -> Iterator[str]:
+    """The last one, whole."""
+    then = "; it was then started cold" if one.outcome == "succeeded" else ""
+    yield f"{one.kind} of {one.replica or 'a donor'} failed {one.step}, on {one.host}, {when(one.at_ms)}{then}:"
+    yield ""
+    yield f"    {one.quote}"
+    yield ""
+    if one.remedy:
+        yield f"to mend it: {one.remedy}"
+    if one.fault:
+        yield f"whose fault: {_FAULTS.get(one.fault, one.fault)}"
+    more = [line for line in one.said.splitlines() if line.strip() and line.strip() not in one.quote]
+    if more:
+        yield "all that was said:"
+        yield from (f"    {line}" for line in more[:20])
+    yield f"every step: rewake journal {one.id}; its log: rewake logs '{one.replica}'"
+
+
+def cause(reason: str) -> str:
+    """A record's reason as it fits into a table."""
+    return brief(reason, _CAUSE)
