@@ -22,7 +22,7 @@ HOT = {
 def extensions() -> list:
     if os.environ.get("REWAKE_COMPILE") != "1":
         return []
-    from mypyc.build import mypycify
+    from mypyc.build import mypycify  # noqa: PLC0415 -- only where it is asked for
 
     return mypycify([f"{package}/{name}.py" for package, names in HOT.items() for name in names], opt_level="3", debug_level="0")
 
