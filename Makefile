@@ -22,7 +22,7 @@ export REWAKE_CLIENTS := $(abspath $(CLIENTS))
 export REWAKE_PROMETHEUS := $(abspath $(TOOLS)/bin/prometheus)
 
 .DEFAULT_GOAL := help
-.PHONY: help install system prometheus dashboards test-dashboards criu runc llama-server clients chromium vllm model hf-model demo bench-gpu test bench-held bench-gateway bench-restore peers compiled reference docs check clean
+.PHONY: help install system prometheus dashboards test-dashboards criu runc llama-server clients chromium vllm model hf-model demo bench-gpu test test-deploy system-tools bench-held bench-gateway bench-restore peers compiled reference docs crash-matrix check clean
 
 help:  ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -79,6 +79,13 @@ bench-gpu: install criu  ## Measure on this host's NVIDIA GPU: cold starts, rest
 test: install criu runc llama-server model clients chromium prometheus  ## All tests, with the real CRIU, a real engine and real client libraries.
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
 
+system-tools: | system
+	@command -v mmdebstrap systemd-nspawn >/dev/null || { apt-get -q update && \
+	    DEBIAN_FRONTEND=noninteractive apt-get -q install --no-install-recommends -y mmdebstrap systemd-container; } >/dev/null
+
+test-deploy: install criu llama-server model system-tools  ## Install and run on fresh, booted systems, and as README says: a quarter of an hour.
+	REWAKE_TEST_DEPLOY=1 $(BIN)/python -m pytest tests/test_deploy_systems.py $(PYTEST_ARGS)
+
 prometheus: | system
 	@deploy/install/prometheus.sh $(TOOLS)
 
@@ -107,6 +114,9 @@ docs: reference  ## The documentation as a site, in build/site.
 	$(BIN)/python -m pip install --quiet --editable '.[docs]'
 	$(BIN)/mkdocs build --strict --quiet
 
+crash-matrix: install criu  ## Break each step of a capture and of a restore in each way, and look what is left.
+	$(BIN)/python tests/crash_matrix.py $(MATRIX_ARGS)
+
 check: install  ## Lint, format, types, layering.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -116,8 +126,8 @@ check: install  ## Lint, format, types, layering.
 # Not in .venv: what is compiled does not follow its source.
 $(COMPILED)/.installed: pyproject.toml setup.py $(wildcard gateway/*.py policies/*.py) | system
 	$(PYTHON) -m venv $(COMPILED)
-	$(COMPILED)/bin/python -m pip install --quiet --upgrade pip setuptools
-	$(COMPILED)/bin/python -m pip install --quiet '.[test]'
+	$(COMPILED)/bin/python -m pip install --quiet --upgrade pip
+	$(COMPILED)/bin/python -m pip install --quiet '.[compile]'
 	REWAKE_COMPILE=1 $(COMPILED)/bin/python -m pip install --quiet --no-build-isolation --no-deps --force-reinstall .
 	touch $@
 

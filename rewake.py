@@ -26,6 +26,8 @@ from policies.config import Config
 from policies.replica import TERMINAL, Replica
 from restorer import (
     commands,
+    explain_command,
+    inspect_command,
     journal_commands,
     retention_commands,
     rundir,
@@ -54,6 +56,8 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 transfer_commands.add(snapshot_commands.snapshots)
 trust_commands.add(snapshot_commands.snapshots)
 retention_commands.add(snapshot_commands.snapshots)
+explain_command.add(snapshot_commands.snapshots)
+snapshot_commands.snapshots.command("inspect")(inspect_command.inspect)
 app.add_typer(snapshot_commands.snapshots, name="snapshot")
 
 Worker = Annotated[int, typer.Option(min=0, help="Number of this worker; workers share one port.")]

@@ -10,7 +10,19 @@ from setuptools import setup
 
 HOT = {
     "gateway": (
-        *("access", "affinity", "answering", "claim", "connection", "current", "decisions", "dialects", "envelope", "eta"),
+        *(
+            "access",
+            "affinity",
+            "answering",
+            "claim",
+            "connection",
+            "current",
+            "decisions",
+            "dialects",
+            "envelope",
+            "epilogue",
+            "eta",
+        ),
         *("exchange", "fastpath", "ledger", "life", "limits", "metrics", "outbox", "passing", "permits", "plain", "registry"),
         *("relay", "trail", "usage", "waitroom"),
     ),

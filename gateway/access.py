@@ -82,7 +82,7 @@ class Log:
         if self._gone or len(self._waiting) >= BOUND:
             self._dropped += 1
             return
-        self._waiting.append(_line(self._wall(), trail))
+        self._waiting.append(_line(trail.ended or self._wall(), trail))
         if not self._some.is_set():
             self._some.set()
 

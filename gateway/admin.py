@@ -128,6 +128,12 @@ class Admin:
         self.authorize(call)
         return reply({"hosts": list(await self._store.hosts())})
 
+    async def hosts(self, call: Call) -> Reply:
+        """What each host is, as far as a snapshot cares: by these facts it is decided where one can be restored."""
+        self.authorize(call)
+        facts = await self._store.facts()
+        return reply({"hosts": [{"host": name, "facts": one.model_dump(mode="json")} for name, one in facts.items()]})
+
     async def create_snapshot(self, call: Call) -> Reply:
         self.authorize(call)
         return _accepted(await self._operations.create_snapshot(self._known(_parsed(_Snapshot, call).model)))

@@ -43,7 +43,6 @@ from gateway.settings import Settings
 from gateway.store import Store
 from gateway.tenants import Tenants
 from gateway.tls import Certificates
-from gateway.tracing import Tracer
 from gateway.upstream import Upstreams
 from gateway.waitroom import Waitroom
 from policies.config import Config
@@ -95,7 +94,7 @@ class Gateway:
     console: Console
     models: Models
     callers: Callers
-    tracer: Tracer | None
+    tracer: tracing.Tracer | None
     certificates: Certificates | None
     reloader: Reloader
 
@@ -196,7 +195,7 @@ def _serving(
     upstreams: Upstreams,
     eta: Eta,
     life: Life,
-    tracer: Tracer | None,
+    tracer: tracing.Tracer | None,
 ) -> Serving:
     decisions = Decisions(
         current,
@@ -365,6 +364,7 @@ def _own(gateway: Gateway) -> dict[str, Handler]:
         "admin.why": admin.why,
         "admin.models": admin.models,
         "admin.replicas": admin.replicas,
+        "admin.hosts": admin.hosts,
         "admin.snapshots": admin.snapshots,
         "admin.create_snapshot": admin.create_snapshot,
         "admin.scale_up": admin.scale_up,
@@ -391,10 +391,10 @@ async def _life(app: web.Application) -> AsyncIterator[None]:
     await gateway.upstreams.close()
     await gateway.permits.leave()
     await gateway.callers.limits.leave()
+    gateway.metrics.flush()  # and the last lines of the log
     await asyncio.to_thread(gateway.callers.log.close)
     if gateway.tracer is not None:
         await asyncio.to_thread(gateway.tracer.close)
-    gateway.metrics.flush()
     await gateway.reporter.leave()
     gateway.registry.close()
     await gateway.store.close()

@@ -7,6 +7,7 @@ between these steps, :mod:`gateway.fastpath` takes them without a task. The numb
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterable
 
 from gateway import access, affinity, dialects, edits, envelope, errors, intake, logs, usage, websocket
@@ -15,6 +16,7 @@ from gateway.client import Clients
 from gateway.current import Current
 from gateway.dialects import Dialect
 from gateway.envelope import Pairs
+from gateway.epilogue import Epilogue
 from gateway.errors import GatewayError
 from gateway.eta import Eta
 from gateway.exchange import Head
@@ -112,14 +114,16 @@ class Decisions:
         self._tenants = tenants
         self._limits = limits
         self._clients = clients
-        self._log = log
         self._ledger = ledger
         self._registry = registry
         self._eta = eta
         self._metrics = metrics
         self._tracer = tracer
+        steps = (metrics.account, log.write)
+        self._epilogue = Epilogue(*steps) if tracer is None else Epilogue(*steps, tracer.ended)
+        metrics.gather = self._epilogue.settle
         # To ask which loop is running costs a system call.
-        self._clock = asyncio.get_running_loop().time
+        self._clock, self._wall = asyncio.get_running_loop().time, time.time
 
     def begin(self, head: Head, found: Found) -> Trail:
         """1. The facts of a request whose head has arrived."""
@@ -271,7 +275,8 @@ class Decisions:
             self._registry.outcome(replica, Outcome.OK)
         else:
             self._registry.outcome(replica, outcome_of(status), f"it answered {status}")
-        self._metrics.first_byte(trail, trail.first_byte_s)
+        if trail.stream:
+            self._metrics.first_byte(trail, trail.first_byte_s)
 
     def returned(self, order: Order, replica: Replica, headers: Iterable[tuple[str, str]]) -> tuple[Pairs, bool]:
         """9. Its head, as the client shall get it, and whether the body is an event stream."""
@@ -329,15 +334,6 @@ class Decisions:
 
     def account(self, trail: Trail) -> None:
         """11. It has ended, somehow."""
-        metrics = self._metrics
         trail.seconds = self._clock() - trail.since
-        metrics.account(trail)
-        if trail.status == 499:
-            metrics.client_disconnects.labels(trail.phase).inc()
-        elif trail.code:
-            metrics.errors.labels(metrics.model(trail.model), trail.code).inc()
-        if trail.client_retry:
-            metrics.client_retries.labels(metrics.model(trail.model)).inc()
-        if trail.trace is not None and self._tracer is not None:
-            self._tracer.ended(trail)
-        self._log.write(trail)
+        trail.ended = self._wall()
+        self._epilogue.add(trail)

@@ -175,4 +175,6 @@ class Eta:
 
 
 def _origin(replica: Replica) -> str:
+    if replica.start in ("resumed", "woken"):
+        return replica.start
     return replica.snapshot or "restored" if replica.start == "restored" else COLD

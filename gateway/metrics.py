@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 from prometheus_client.samples import Exemplar
@@ -74,6 +74,8 @@ class Metrics:
         self._first_bytes: defaultdict[tuple[str | None, str], Tally] = defaultdict(Tally)
         self._durations: defaultdict[tuple[str | None, str], Tally] = defaultdict(Tally)
         self._exemplars: dict[Bucket, Exemplar] = {}
+        self.gather: Callable[[], None] = lambda: None
+        """Called before a flush: requests that have ended may still be waiting to be counted."""
         self._registry = CollectorRegistry()
         self._traffic()
         self._timing()
@@ -119,9 +121,21 @@ class Metrics:
             self._durations[trail.model, trail.start].add(trail.seconds)
             if trail.trace is not None:
                 self._illustrate("rewake_request_seconds", trail, trail.start, trail.seconds)
+            if not trail.stream:
+                self.first_byte(trail, trail.first_byte_s)
+        if trail.code or trail.client_retry:
+            self._unusual(trail)
+
+    def _unusual(self, trail: Trail) -> None:
+        if trail.status == 499:
+            self.client_disconnects.labels(trail.phase).inc()
+        elif trail.code:
+            self.errors.labels(self.model(trail.model), trail.code).inc()
+        if trail.client_retry:
+            self.client_retries.labels(self.model(trail.model)).inc()
 
     def first_byte(self, trail: Trail, seconds: float) -> None:
-        """Count how long a request's answer took to begin."""
+        """Count how long a request's answer took to begin. A stream may go on for long, and is counted before its end."""
         self._first_bytes[trail.model, trail.start].add(seconds)
         if trail.trace is not None:
             self._illustrate("rewake_time_to_first_byte_seconds", trail, trail.start, seconds)
@@ -152,6 +166,7 @@ class Metrics:
 
     def flush(self) -> None:
         """Add what was counted since the last time to the series."""
+        self.gather()
         for (tenant, model, route, status, start), counts in self._ended.items():
             self._flush_ended(tenant, self.model(model), route, str(status), start, counts)
         self._ended.clear()

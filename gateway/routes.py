@@ -129,6 +129,7 @@ TABLE: tuple[Route, ...] = (
     _admin("GET", "/why", "admin.why", "Why a model or a replica is not what it should be"),
     _admin("GET", "/models", "admin.models", "Models, their state and demand"),
     _admin("GET", "/replicas", "admin.replicas", "Records of all replicas"),
+    _admin("GET", "/hosts", "admin.hosts", "What each host is, as far as snapshots care"),
     _admin("GET", "/snapshots", "admin.snapshots", "What each host has"),
     _admin("POST", "/snapshots", "admin.create_snapshot", "Make a snapshot of a model"),
     _admin("POST", "/scale-up", "admin.scale_up", "Start replicas"),

@@ -26,6 +26,7 @@ from gateway.hosts import HostNumbers
 from gateway.permits import SETTLE_S, TENURE_S, TTL_S, Grant, Wish, payload
 from policies.journal import Trail
 from policies.limits import SHARE, Claim, Settled
+from policies.manifest import HostFacts
 from policies.replica import Replica
 from policies.tasks import MAX_TASKS, TASK_TTL_S, Progress, Task
 from policies.tracing import Span
@@ -159,6 +160,12 @@ class Store:
         found, _ = await self._members(self.keys.hosts, self.keys.host)
         reports = [_decoded(HostReport, text) for _, text in sorted(found.items())]
         return [report for report in reports if report is not None]
+
+    async def facts(self) -> Mapping[str, HostFacts]:
+        """What each live restorer's host is."""
+        found, _ = await self._members(self.keys.hosts, self.keys.facts)
+        facts = {name: _decoded(HostFacts, text) for name, text in sorted(found.items())}
+        return {name: one for name, one in facts.items() if one is not None}
 
     async def numbers(self) -> Mapping[str, HostNumbers]:
         """What each host has counted, and what it says of itself if it still reports. One whose counts are gone is forgotten."""

@@ -143,8 +143,8 @@ class Tracer:
 
     def ended(self, trail: Trail) -> None:
         """Whatever became of it."""
-        now_ns, now = time.time_ns(), self._clock()
-        self._out.put(lambda: list(_request(trail, now_ns, now, self._address)))
+        if trail.trace is not None:
+            self._out.put(lambda: list(_request(trail, self._address)))
 
     def asking(self, model: str) -> str:
         """The ``traceparent`` of an operation that is about to be asked for: it is part of the trace of who waits longest."""
@@ -194,10 +194,11 @@ def _constant(spans: Sequence[Span]) -> Callable[[], Sequence[Span]]:
     return lambda: spans
 
 
-def _request(trail: Trail, now_ns: int, now: float, address: tuple[str, int]) -> Iterator[Span]:
+def _request(trail: Trail, address: tuple[str, int]) -> Iterator[Span]:
     """Its own span, that of its being held, and that of its being answered by a replica."""
-    trace, begun_ns = trail.trace, now_ns - int(trail.seconds * _SECOND_NS)
+    trace, now, now_ns = trail.trace, trail.since + trail.seconds, int(trail.ended * _SECOND_NS)
     assert trace is not None
+    begun_ns = now_ns - int(trail.seconds * _SECOND_NS)
     asked = _asked(trail)
     yield Span(
         name=f"{trail.method} {trail.route}",

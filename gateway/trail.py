@@ -79,6 +79,8 @@ class Trail:
     first_byte_s: float | None = None
     """From its head to the first byte of the answer's head."""
     seconds: float = 0.0
+    ended: float = 0.0
+    """Seconds since the epoch; 0: now."""
     bytes_in: int = 0
     bytes_out: int = 0
     prompt_tokens: int | None = None

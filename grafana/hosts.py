@@ -44,6 +44,13 @@ def restore() -> Any:
                 (Ask(once(of("restore_floor_ratio", *_BOTH)), "{{model}} on {{host}}"),),
             ),
             Panel(
+                "Lost",
+                "What each stage of the last restore took beyond its floor.",
+                (Ask(most(of("restore_lost_seconds", *_BOTH), "model, stage"), "{{model}} {{stage}}"),),
+                "bars",
+                "s",
+            ),
+            Panel(
                 "Bytes by tier",
                 "Where starts read what they moved: memory, page cache, disk, network.",
                 (Ask(total(once(rate("restore_bytes_total", *_BOTH)), "tier"), "{{tier}}"),),

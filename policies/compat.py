@@ -85,7 +85,7 @@ def newest_fit(
 def profile_mismatches(donor: Profile, here: Profile) -> Iterable[Mismatch]:
     """Every setting that differs. Secrets are never shown, not even those that an older snapshot has as they were."""
     remedy = "put the setting back, or make a new snapshot with `rewake snapshot create`"
-    for field in ("model", "engine", "backend", "command", "port", "gpus"):
+    for field in ("model", "engine", "backend", "command", "port", "gpus", "warmup"):
         expected, found = getattr(donor, field), getattr(here, field)
         if expected != found:
             if field == "command":

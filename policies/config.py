@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, JsonValue, ValidationError, field_validator, model_validator
 
 from policies.balance import Balance
+from policies.drivers import Version, Word
 from policies.groups import Group
 from policies.holding import Bounds, Hold
 from policies.matching import Matching
@@ -22,9 +23,11 @@ from policies.reading import Restore
 from policies.retention import Retention
 from policies.scalars import Bytes, Count, PositiveSeconds, Seconds, Section
 from policies.schedule import Window
+from policies.sleeping import Sleep
 from policies.storage import Storage
 from policies.tenancy import Tenant
 from policies.trust import Trust
+from policies.warmup import Warmup
 
 _MODEL_NAME = re.compile(r"[^\s\x00-\x1f\x7f#]{1,200}")
 
@@ -60,11 +63,11 @@ class Gpu(Section):
 class Engine(Section):
     """How one engine is started and spoken to."""
 
-    kind: Literal["llama-server", "vllm", "sglang", "http"]
+    kind: Literal["llama-server", "vllm", "sglang", "tensorrt-llm", "http"]
     """Which adapter speaks to it; ``http`` is any server with an OpenAI-compatible ``/v1/completions``."""
-    backend: Literal["criu", "runc", "cold"] = "criu"
-    """How its replicas are had: ``criu`` and ``runc`` restore them from snapshots, ``runc`` as OCI containers; ``cold`` starts
-    each by its command."""
+    backend: Literal["criu", "runc", "sleep", "cold"] = "criu"
+    """How its replicas are had: ``criu`` and ``runc`` restore them from snapshots, ``runc`` as OCI containers; ``sleep`` keeps a
+    stopped engine alive, asleep by its own API; ``cold`` starts each by its command."""
     bundle: Annotated[str, Field(pattern="^/")] | None = None
     """``runc`` only: the folder of an OCI bundle to run the command in. None: it sees this host's file system, read-only."""
     command: Annotated[tuple[str, ...], Field(min_length=1)]
@@ -78,11 +81,14 @@ class Engine(Section):
     ready_timeout_s: PositiveSeconds = 1800.0
     """A cold start that takes longer has failed."""
     gpu: Gpu = Gpu()
+    sleep: Sleep = Sleep()
 
     @model_validator(mode="after")
     def _backend_fits(self) -> Engine:
         if self.bundle is not None and self.backend != "runc":
             raise ValueError(f"bundle is for backend: runc, but backend is {self.backend}")
+        if self.backend == "sleep" and self.kind not in ("vllm", "sglang"):
+            raise ValueError(f"backend: sleep wants an engine with an API for it, vllm or sglang, but kind is {self.kind}")
         if self.backend == "runc" and self.gpu.count:
             raise ValueError("backend: runc does not put GPUs into its containers; use backend: criu, or gpu.count: 0")
         return self
@@ -169,6 +175,7 @@ class Model(Section):
     snapshot: SnapshotPolicy = SnapshotPolicy()
     restore: Restore = Restore()
     canary: Canary = Canary()
+    warmup: Warmup = Warmup()
 
     @model_validator(mode="after")
     def _routing_is_fixed(self) -> Model:
@@ -258,6 +265,8 @@ class Restorer(Section):
     """The runc binary (>= 1.1), a path or a name on PATH; only asked for by models whose ``engine.backend`` is ``runc``."""
     gpu_helper: tuple[str, ...] = ()
     """argv of the process that speaks to the GPU driver; empty: Rewake's own, under this Python."""
+    drivers: Mapping[Version, Word] = {}
+    """NVIDIA drivers, by version or branch, to ``allow`` though known to fail, or to ``deny``: GPU engines start cold there."""
     network: str = "198.18.0.0/16"
     """IPv4 network out of which each replica gets a /30 of its own; must not overlap a network this host talks to."""
     parallel_starts: Count = 3

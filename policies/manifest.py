@@ -59,7 +59,10 @@ class GpuFacts(_Record):
     topology: str | None = None
     """How the GPUs are linked with each other, as a class: equal strings, equal links."""
 
-    OPTIONAL = frozenset({"topology"})
+    open_module: bool | None = None
+    """The kernel modules are NVIDIA's open ones."""
+
+    OPTIONAL = frozenset({"topology", "open_module"})
 
 
 class HugePool(_Record):
@@ -151,8 +154,10 @@ class Profile(_Record):
 
     backend: str | None = None
     """What it was captured by; None: CRIU itself."""
+    warmup: Mapping[str, Any] | None = None
+    """The shapes of requests that the donor had served; None: what is done without any being named."""
 
-    OPTIONAL = frozenset({"gpus", "backend"})
+    OPTIONAL = frozenset({"gpus", "backend", "warmup"})
 
     @property
     def digest(self) -> str:
@@ -168,6 +173,7 @@ class SnapshotObject(_Record):
     bytes: int
     """Apparent size."""
     sha256: str
+    """Of the content; from format 2 on with long runs of zeros left out, so that a hole costs nothing however large it is."""
     mode: int = 0o400
 
 

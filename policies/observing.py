@@ -27,7 +27,7 @@ class Tracing(Section):
     """Where spans are sent by OTLP over HTTP, such as ``http://127.0.0.1:4318/v1/traces``. None: no request is traced."""
     headers: Mapping[str, str] = {}
     """Sent along with them, for a collector that wants a key."""
-    sample: Annotated[float, Field(ge=0, le=1)] = 0.05
+    sample: Annotated[float, Field(ge=0, le=1)] = 0.01
     """Part of the requests that are traced. One whose client says (``traceparent``) that it is, or is not, is as it says; one
     that has to be held is traced unless its client says no."""
     queue: Count = 2048

@@ -145,8 +145,8 @@ class Replica(BaseModel):
     """Changes at every start; traffic, pools and headers go by it."""
     address: str = ""
     port: int = 0
-    start: Literal["restored", "resumed", "cold"] | None = None
-    """From a snapshot, from suspension in the host's memory, or by its command."""
+    start: Literal["restored", "resumed", "woken", "cold"] | None = None
+    """From a snapshot, from suspension in the host's memory, from a sleep of its own, or by its command."""
     snapshot: str | None = None
     concurrency: int = 1
     reason: str = ""

@@ -36,6 +36,7 @@ SERIES: Mapping[str, Series] = MappingProxyType(
         "cold_start_seconds": Series("histogram", "Stages of starts that were admitted.", ("model", "start", "stage")),
         "restore_bytes": Series("counter", "Bytes that starts moved, by where they were read.", ("model", "stage", "tier")),
         "restore_floor_ratio": Series("gauge", "The last restore's time by the least that this host allows.", ("model",)),
+        "restore_lost_seconds": Series("gauge", "What each stage of the last restore took beyond that.", ("model", "stage")),
         "canary": Series("counter", "Canaries by result.", ("model", "result")),
         # snapshots
         "captures": Series("counter", "Snapshots that were to be made, by result.", ("model", "result")),

@@ -24,6 +24,7 @@
     :spans                        list    Span, the newest last; at most SPANS_KEPT    restorer adds, gateway takes
     :gateways / :gateway:{id}     set, string (expires)   GatewayReport                that gateway
     :hosts / :host:{name}         set, string (expires)   HostReport                   that restorer
+    :facts:{name}                 string  HostFacts of a host; expires with its report that restorer
     :verdicts                     hash    snapshot, tab, host -> JSON list of its last Notes   that host's restorer
     :journal                      list    Trail: the last attempts that ended, newest first   restorers push
     :suspects                     hash    incarnation -> reason                        gateway adds, its restorer removes
@@ -119,6 +120,9 @@ class Keys:
 
     def tally(self, host: str) -> str:
         return f"{self.prefix}:tally:{host}"
+
+    def facts(self, host: str) -> str:
+        return f"{self.prefix}:facts:{host}"
 
     def host(self, name: str) -> str:
         return f"{self.prefix}:host:{name}"
@@ -350,5 +354,6 @@ def demand(reports: Sequence[GatewayReport], model: str) -> int:
 def durations(record: Replica) -> Iterator[tuple[StageKey, float]]:
     """What an admitted replica's start took, stage by stage."""
     if record.state is State.ADMITTED:
-        origin = record.snapshot if record.start == "restored" and record.snapshot else COLD
+        kept = record.start if record.start in ("resumed", "woken") else None
+        origin = kept or (record.snapshot if record.start == "restored" and record.snapshot else COLD)
         yield from ((StageKey(record.host, origin, stage.name), stage.seconds) for stage in record.stages)

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import NamedTuple, TypeVar
 
+from policies import floor
 from policies.replica import Replica
 from policies.wire import JobKind, SnapshotSummary
 from restorer.errors import CanaryDiffers, Cancelled, RestorerError
@@ -41,6 +42,11 @@ def admitted(tally: Tally, record: Replica, began: float) -> None:
     for stage in record.stages:
         tally.observe("cold_start_seconds", record.model, start, stage.name, seconds=stage.seconds)
     _moved(tally, record)
+    found = floor.account(record)
+    if found is not None:
+        tally.gauge("restore_floor_ratio", record.model, value=found.ratio)
+        for what, seconds in found.lost:
+            tally.gauge("restore_lost_seconds", record.model, what, value=max(0.0, seconds))
 
 
 def failed(tally: Tally, record: Replica, error: RestorerError) -> None:

@@ -13,7 +13,7 @@ from restorer.criu import Criu
 from restorer.engines import HttpEngine
 from restorer.runc import Runc
 
-__all__ = ["Backend", "Can", "OwnCriu", "Runc", "build"]
+__all__ = ["Backend", "Can", "OwnCriu", "Runc", "Sleep", "build"]
 
 
 class OwnCriu(Backend):
@@ -48,6 +48,16 @@ class OwnCriu(Backend):
         return self._criu
 
 
+class Sleep(Backend):
+    """Sleep and wake in place."""
+
+    name = "sleep"
+    can = Can(sleep=True)
+
+    def describe(self) -> str:
+        return "a stopped engine sleeps by its own API until it is asked for again"
+
+
 def build(config: Restorer, criu: Criu | None, capability: str) -> Mapping[str, Backend]:
     """Every backend by its name."""
     runc = shutil.which(config.runc)
@@ -56,6 +66,7 @@ def build(config: Restorer, criu: Criu | None, capability: str) -> Mapping[str, 
     found: tuple[Backend, ...] = (
         OwnCriu(criu, capability),
         Runc(None if runc is None else Path(runc), None if criu is None else criu.binary, said, config.criu_timeout_s),
+        Sleep(),
         Backend(),
     )
     return {backend.name: backend for backend in found}

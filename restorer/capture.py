@@ -16,7 +16,7 @@ from pathlib import Path
 from policies import reading
 from policies.journal import Undo
 from policies.manifest import Exchange, GpuState, Manifest, MappedFile, Profile
-from restorer import accounts, canary, gpustate, inventory, pages, prefetch, proof
+from restorer import accounts, canary, gpustate, inventory, pages, prefetch, proof, warmup
 from restorer import donor as facts
 from restorer.box import Box
 from restorer.criu import GHOST_LIMIT
@@ -48,6 +48,11 @@ async def capture(
         Environment: the disk is full. ToolFailed, ToolHung: CRIU failed. EngineDied: the donor cannot serve any more.
     """
     with accounts.captured(host.tally, profile.model):
+        if faults := donor.engine.obstacles():
+            raise SnapshotError("; ".join(faults))
+        with stages.timed("warm up shapes"):
+            async with connect(donor) as client:
+                await warmup.run(client, donor.engine)
         with stages.timed("record canary"):
             async with connect(donor) as client:
                 await donor.engine.quiesce(client)
@@ -84,12 +89,12 @@ async def _dumped(host: Host, donor: Instance, known: _Draft, stages: Stages) ->
         try:
             with stages.timed("dump", Undo(what="thaw", name=box.id)) as stage:
                 await backend.dump(box, donor.inner_pid, staging.images, donor.engine)
-                stage.bytes = await asyncio.to_thread(_size, staging.path)
+                stage.bytes = dumped = await asyncio.to_thread(_size, staging.path)
             with stages.timed("copy scratch") as stage:
                 stage.bytes = 0
                 for number, folder in enumerate(_scratch(box)):
                     stage.bytes += await asyncio.to_thread(capture_tree, folder, staging.scratch / str(number))
-            if backend.can.fill and stage.bytes >= _FILL_BYTES:
+            if backend.can.fill and dumped >= _FILL_BYTES:
                 rates = await host.speed.measured() if host.speed else None
                 with stages.timed("take memory out") as stage, disk_space("moving memory aside", staging.path):
                     stage.bytes = await asyncio.to_thread(pages.take_out, staging.images, huge=reading.huge(rates).on)

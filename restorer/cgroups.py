@@ -8,13 +8,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+
+from restorer.errors import Environment
 
 ROOT = Path("/sys/fs/cgroup")
 PARENT = "rewake"
 """All groups of ours are below this one."""
 _REMOVE_S = 2.0
+_GATHER_S = 5.0
+_MEMBERS = "cgroup.procs"
 _POLL_S = 0.02
 
 
@@ -37,6 +41,29 @@ def thaw(group: str, root: Path = ROOT) -> None:
             if (folder / file).exists():
                 with contextlib.suppress(OSError):
                     (folder / file).write_text(running)
+
+
+def gather(group: str, pids: Callable[[], Iterable[int]], root: Path = ROOT) -> None:
+    """Put processes into a group, in each hierarchy that has it, until all of them are there: a restore may leave them elsewhere.
+
+    Args:
+        pids: whom, asked again each time: they may multiply meanwhile.
+
+    Raises:
+        Environment: some are still elsewhere at the deadline.
+    """
+    homes, deadline = list(folders(group, root)), time.monotonic() + _GATHER_S
+    while strangers := [(home, pid) for pid in pids() for home in homes if pid not in _members(home)]:
+        if time.monotonic() > deadline:
+            raise Environment(f"processes {sorted({pid for _, pid in strangers})} cannot be put into control group {group}")
+        for home, pid in strangers:
+            # It may have ended; then nobody asks for it again.
+            with contextlib.suppress(ProcessLookupError):
+                (home / _MEMBERS).write_text(str(pid))
+
+
+def _members(folder: Path) -> set[int]:
+    return set(map(int, (folder / _MEMBERS).read_text().split()))
 
 
 async def remove(group: str, root: Path = ROOT) -> None:

@@ -21,13 +21,11 @@ from blake3 import blake3
 
 from policies.manifest import ChunkIndex, Manifest
 from restorer.errors import SnapshotError
+from restorer.files import HOLE_BYTES, PAGE
 
 FILE = "chunks"
 """Name of the list in a snapshot's folder."""
-PAGE = 4096
 MIN_BYTES, AVERAGE_BYTES, MAX_BYTES = 256 << 10, 1 << 20, 4 << 20
-HOLE_BYTES = 64 << 10
-"""Longer runs of zeros end a chunk; shorter ones are part of it."""
 _BOUNDARY = (1 << 64) // (AVERAGE_BYTES // PAGE)
 _MIX = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1

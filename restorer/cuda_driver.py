@@ -50,6 +50,7 @@ class _Nvml:
                 "mps": _mps(),
                 "gpus": [self._gpu(nvml, handle) for handle in handles],
                 "topology": _topology(nvml, handles),
+                "open_module": _open_module(),
             }
 
     def memory(self) -> dict[str, dict[str, Any]]:
@@ -309,6 +310,13 @@ def _text(value: Any) -> str:
 
 def _bytes_of(uuid: str) -> bytes:
     return bytes.fromhex(uuid.removeprefix("GPU-").replace("-", ""))
+
+
+def _open_module(version: Path = Path("/proc/driver/nvidia/version")) -> bool | None:
+    try:
+        return "Open Kernel Module" in version.read_text()
+    except OSError:
+        return None
 
 
 def _mps() -> bool:

@@ -19,6 +19,7 @@ from restorer.errors import EngineNotReady, SnapshotError
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _HEALTH_S = 5.0
+_FIRST_TOKEN, _TOKENS = 100, 151
 TCP_CLOSE = ("--tcp-close",)
 _TCP_INSIDE = ("--tcp-established", "--network-lock", "skip")
 
@@ -41,7 +42,7 @@ class HttpEngine:
     """Any server with an OpenAI-compatible ``/v1/completions``; the base of the others.
 
     Args:
-        name: the model's name, which the engine must serve it under: requests reach it unchanged.
+        name: the model's name, which the engine must serve it under, unless ``served_name`` says what it knows it by.
         model: its settings.
     """
 
@@ -66,6 +67,21 @@ class HttpEngine:
         """Its weights can be taken out of a dump, and are to be."""
         return False
 
+    @property
+    def captured(self) -> bool:
+        """Snapshots are to be made of it."""
+        return self.model.engine.backend in ("criu", "runc")
+
+    @property
+    def sleeps(self) -> bool:
+        """It is to be kept asleep while nobody asks for it."""
+        return self.model.engine.backend == "sleep"
+
+    @property
+    def tells_weights(self) -> bool:
+        """It can tell what its weights are, for them to be compared after a sleep."""
+        return False
+
     def argv(self) -> tuple[str, ...]:
         """The command to start it with."""
         return self.model.engine.command
@@ -73,6 +89,10 @@ class HttpEngine:
     def settings(self) -> dict[str, str]:
         """Environment that makes it another engine: the operator's, and what a capture needs."""
         return {**(_ALONE if self.gpus > 1 else {}), **self.model.engine.env}
+
+    def obstacles(self) -> Sequence[str]:
+        """Why it cannot be captured as it is configured, each with its remedy; nothing was started."""
+        return ()
 
     def environment(self, private: Path, visible: Sequence[int] = ()) -> dict[str, str]:
         """Its whole environment. What the operator set wins; nothing is inherited from the restorer.
@@ -139,8 +159,23 @@ class HttpEngine:
     async def wake(self, client: httpx.AsyncClient) -> None:
         """Serve again after :meth:`sleep`; weights that lie apart are in their place by now."""
 
+    async def doze(self, client: httpx.AsyncClient, level: int) -> None:
+        """Sleep by the engine's own API until :meth:`rouse`: it gives memory back and answers nobody.
+
+        Args:
+            level: 1: its weights stay in the host's memory; 2: nowhere.
+
+        Raises:
+            SnapshotError: it has no such API. EngineNotReady: it did not fall asleep in time.
+        """
+        raise SnapshotError(f"{self.model.engine.kind} cannot be put to sleep")
+
+    async def rouse(self, client: httpx.AsyncClient, level: int) -> None:
+        """Serve again after :meth:`doze`, with weights read anew where they were thrown away."""
+        raise SnapshotError(f"{self.model.engine.kind} cannot be woken")
+
     async def describe_weights(self, client: httpx.AsyncClient) -> list[tuple[Allocation, ...]]:
-        """The allocations that hold weights, of each worker. Only asked where they are :attr:`apart`.
+        """The allocations that hold weights, of each worker. Asked where they are :attr:`apart`, or it :attr:`tells_weights`.
 
         Raises:
             SnapshotError: it cannot tell.
@@ -165,6 +200,26 @@ class HttpEngine:
         """(path, body) of each fixed request: greedy, seeded, with as many exact numbers in the answer as it can give."""
         return [self.request(prompt, self.model.canary.max_tokens) for prompt in self.model.canary.prompts]
 
+    def shaped(self, prompt: str | int, embeddings: bool, serial: int, tokens: int) -> tuple[str, Body]:
+        """(path, body) of a request of some shape, for the warm-up.
+
+        Args:
+            prompt: a text, or how many tokens.
+            serial: no two of a warm-up are equal, or a cache would answer.
+        """
+        text = self.prompt(prompt, serial) if isinstance(prompt, int) else prompt
+        if embeddings:
+            return "/v1/embeddings", {"model": self.model.served_name or self.name, "input": text}
+        return self.request(text, tokens)
+
+    def prompt(self, length: int, serial: int) -> str | list[int]:
+        """A prompt of about ``length`` tokens that begins as no other does."""
+        return " ".join([str(serial), *["one"] * (length - 1)])
+
+    def tokens(self, length: int, serial: int) -> list[int]:
+        """One of exactly so many, for engines that take tokens: small numbers, which every vocabulary has."""
+        return [_FIRST_TOKEN + (serial * 31 + n * 7) % _TOKENS for n in range(length)]
+
     def as_sent(self, body: Body) -> Body:
         """The body to send for a recorded one: with what makes the engine compute the answer rather than remember it."""
         return body
@@ -187,9 +242,9 @@ class HttpEngine:
         usage = answer.get("usage") or {}
         return {"choices": kept}, counted(usage.get("completion_tokens") or _logprobs(kept) or _with_text(kept))
 
-    def request(self, prompt: str, tokens: int) -> tuple[str, Body]:
+    def request(self, prompt: str | list[int], tokens: int) -> tuple[str, Body]:
         return "/v1/completions", {
-            "model": self.name,
+            "model": self.model.served_name or self.name,
             "prompt": prompt,
             "max_tokens": tokens,
             "temperature": 0,

@@ -15,6 +15,9 @@ from pathlib import Path
 
 from restorer.errors import Environment, ToolFailed, ToolHung
 
+PAGE = 4096
+HOLE_BYTES = 64 << 10
+"""Longer runs of zeros are as good as holes."""
 _CHUNK = 1 << 20
 _ZEROS = bytes(_CHUNK)
 
@@ -82,8 +85,11 @@ def fsync_tree(root: Path) -> None:
         fsync(Path(folder))
 
 
-def hash_file(path: Path) -> str:
+def hash_file(path: Path, *, sparse: bool = False) -> str:
     """SHA-256 (hex) of a regular file's content; holes count as the zeros they read as, but are not read.
+
+    Args:
+        sparse: leave out long runs of zeros, as :class:`SparseHash` does; they cost nothing then, however long they are.
 
     Raises:
         OSError: it cannot be read, is not a regular file, is a symlink, or shrank meanwhile.
@@ -91,25 +97,89 @@ def hash_file(path: Path) -> str:
     # Non-blocking, so that a FIFO in a file's place is refused rather than waited for.
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
-        return hash_fd(fd)
+        return hash_fd(fd, sparse=sparse)
     finally:
         os.close(fd)
 
 
-def hash_fd(fd: int, tap: Callable[[int, memoryview], None] | None = None) -> str:
+def hash_fd(fd: int, tap: Callable[[int, memoryview], None] | None = None, *, sparse: bool = False) -> str:
     """:func:`hash_file` of an open file; moves its position. ``tap`` is told what :func:`read_data` finds."""
     facts = os.fstat(fd)
     if not stat.S_ISREG(facts.st_mode):
         raise OSError(errno.EINVAL, "not a regular file")
-    digest, done = hashlib.sha256(), 0
+    digest = SparseHash() if sparse else _PlainHash()
     for at, piece in read_data(fd, facts.st_size):
-        _zeros(digest, at - done)
-        digest.update(piece)
+        digest.feed(at, piece)
         if tap is not None:
             tap(at, piece)
-        done = at + len(piece)
-    _zeros(digest, facts.st_size - done)
-    return digest.hexdigest()
+    return digest.finish(facts.st_size)
+
+
+class _PlainHash:
+    """SHA-256 of content in which what is left out is zeros."""
+
+    def __init__(self) -> None:
+        self._digest, self._done = hashlib.sha256(), 0
+
+    def feed(self, offset: int, data: memoryview) -> None:
+        _zeros(self._digest, offset - self._done)
+        self._digest.update(data)
+        self._done = offset + len(data)
+
+    def finish(self, size: int) -> str:
+        _zeros(self._digest, size - self._done)
+        return self._digest.hexdigest()
+
+
+class SparseHash:
+    """SHA-256 of the runs of a file's content, followed by where they lie and by its size, each in 8 bytes, little-endian.
+
+    A run begins and ends with a page of 4 KiB that is not zero; up to 64 KiB of zeros within one are part of it. So it depends on
+    the content alone, however a file system lays holes.
+    """
+
+    def __init__(self) -> None:
+        self._digest = hashlib.sha256()
+        self._runs: list[int] = []
+        self._end = 0
+
+    def feed(self, offset: int, data: memoryview) -> None:
+        """Take the bytes at ``offset``, a multiple of 4096; what is left out between two calls is zeros."""
+        at = 0
+        for zero in zero_pages(data):
+            self._extend(offset + at, data[at:zero])
+            at = zero + PAGE
+        self._extend(offset + at, data[at:])
+
+    def finish(self, size: int) -> str:
+        """The hash (hex) of a file of so many bytes."""
+        places = [*self._runs, *([self._end] if self._runs else []), size]
+        self._digest.update(b"".join(place.to_bytes(8, "little") for place in places))
+        return self._digest.hexdigest()
+
+    def _extend(self, offset: int, data: memoryview) -> None:
+        if not data:
+            return
+        gap = offset - self._end
+        if not self._runs:
+            self._runs.append(offset)
+        elif gap > HOLE_BYTES:
+            self._runs += (self._end, offset)
+        else:
+            self._digest.update(_ZEROS[:gap])
+        self._digest.update(data)
+        self._end = offset + len(data)
+
+
+def zero_pages(data: memoryview) -> Iterator[int]:
+    """Offsets of the pages of ``data`` that are all zeros, in order; the last may be short. One word tells most that are not."""
+    whole = len(data) & ~(PAGE - 1)
+    if whole:
+        for page, word in enumerate(data[:whole].cast("Q")[256::512]):
+            if not word and data[page * PAGE : page * PAGE + PAGE] == _ZEROS[:PAGE]:
+                yield page * PAGE
+    if len(data) > whole and data[whole:] == _ZEROS[: len(data) - whole]:
+        yield whole
 
 
 def read_data(fd: int, size: int) -> Iterator[tuple[int, memoryview]]:

@@ -36,7 +36,7 @@ _MARKS = {
     "stopped": "○",
     "cancelled": "○",
 }
-_BAR = 28
+_BAR, _SHORT_BAR = 28, 12
 _NARROW, _WIDE = 72, 110
 _HELD, _REPLICAS, _OPERATIONS = 8, 20, 6
 
@@ -124,6 +124,7 @@ def _under_way(document: Document, width: int) -> Table | None:
     working = [one for one in document["progress"] if one["what"] != "log"]
     if not working:
         return None
+    bar = _BAR if width >= _WIDE else _SHORT_BAR
     table = _table("WHAT", "STAGE", "TIME", *(["BYTES"] if width >= _NARROW else []), "")
     for one in working:
         now_ms = max(one["now_ms"], document["now_ms"])
@@ -143,17 +144,17 @@ def _under_way(document: Document, width: int) -> Table | None:
                 seconds(stage["seconds"]),
                 *([moved] if width >= _NARROW else []),
             ]
-            table.add_row(*row, Text(_bar(begun, stage["seconds"], total), style="yellow" if stage.get("now") else "cyan"))
+            table.add_row(*row, Text(_bar(bar, begun, stage["seconds"], total), style="yellow" if stage.get("now") else "cyan"))
         if one["bytes_total"]:
             table.add_row("", "bytes", "", *([size(one["bytes_done"] or 0)] if width >= _NARROW else []),
-                          Text(_bar(0, one["bytes_done"] or 0, one["bytes_total"]), style="cyan"))  # fmt: skip
+                          Text(_bar(bar, 0, one["bytes_done"] or 0, one["bytes_total"]), style="cyan"))  # fmt: skip
     return table
 
 
-def _bar(begun: float, length: float, total: float) -> str:
+def _bar(width: int, begun: float, length: float, total: float) -> str:
     """Where in the whole it lies; never nothing."""
-    start = min(_BAR - 1, int(_BAR * begun / total))
-    return " " * start + "━" * max(1, min(_BAR - start, round(_BAR * length / total)))
+    start = min(width - 1, int(width * begun / total))
+    return " " * start + "━" * max(1, min(width - start, round(width * length / total)))
 
 
 def _held(document: Document) -> Table | None:

@@ -5,8 +5,9 @@ Asks the driver through the same helper as the restorer does, so that what it sa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
+from policies import drivers
 from policies.config import Config
 from policies.manifest import GpuFacts
 from restorer import cuda
@@ -18,7 +19,6 @@ from restorer.probes import Finding
 _GIB = 1 << 30
 _SLOW_BYTES_S = 8e9
 """Less than this from pinned memory is a link that has not trained, or is shared."""
-_MINIMUM_DRIVER = 570
 
 
 async def examine(config: Config) -> tuple[list[Finding], float | None]:
@@ -39,7 +39,7 @@ async def examine(config: Config) -> tuple[list[Finding], float | None]:
         return [Finding("gpu helper", "fail" if wanting else "warn", str(error), remedy)], None
     finally:
         await helper.close()
-    found = [*_facts(facts), *_links(facts, rates)]
+    found = [*_facts(facts, config.restorer.drivers), *_links(facts, rates)]
     most = len(facts.gpus or ())
     for name, model in wanting.items():
         if model.engine.gpu.count > most:
@@ -59,13 +59,20 @@ async def _bandwidths(helper: Cuda, facts: GpuFacts) -> dict[str, float]:
     return rates
 
 
-def _facts(facts: GpuFacts) -> Iterator[Finding]:
-    driver = (facts.driver or "").partition(".")[0]
-    if not driver.isdecimal() or int(driver) < _MINIMUM_DRIVER:
-        remedy = f"install driver {_MINIMUM_DRIVER} or later (580 to restore onto another GPU); GPU engines start cold until then"
-        yield Finding("gpu driver", "warn", facts.driver or "of unknown version", remedy)
-    else:
-        yield Finding("gpu driver", "ok", facts.driver or "")
+def _driver(facts: GpuFacts, overrides: Mapping[str, drivers.Word]) -> Finding:
+    kind = {True: ", open kernel module", False: ", proprietary kernel module", None: ""}[facts.open_module]
+    found = f"{facts.driver or 'of unknown version'}{kind}"
+    if facts.driver is None:
+        return Finding("gpu driver", "warn", found, "see nvidia-smi; GPU engines start cold until its version can be told")
+    if refused := drivers.refused(facts, overrides):
+        return Finding("gpu driver", "warn", found, f"{refused[0].remedy}; GPU engines start cold until then")
+    if fixed := drivers.immovable(facts, overrides):
+        return Finding("gpu driver", "warn", found, fixed[0].remedy)
+    return Finding("gpu driver", "ok", found)
+
+
+def _facts(facts: GpuFacts, overrides: Mapping[str, drivers.Word]) -> Iterator[Finding]:
+    yield _driver(facts, overrides)
     gpus = facts.gpus or ()
     off = [str(n) for n, gpu in enumerate(gpus) if gpu.persistence is False]
     if off:

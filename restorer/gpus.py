@@ -38,6 +38,18 @@ class Placement:
     """Free on the fullest of them when they were leased."""
 
 
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a box wants of its GPUs."""
+
+    bytes: int = 0
+    """Free on each."""
+    prefer: tuple[str, ...] = ()
+    """UUIDs to take if they can be had: no state has to be moved to another GPU then."""
+    only: bool = False
+    """No others will do: a living process cannot leave its GPUs."""
+
+
 @dataclass(slots=True)
 class Gpus:
     """The leases. Methods are called from one event loop.
@@ -58,11 +70,13 @@ class Gpus:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def lease(self, box: str, count: int, *, need_bytes: int, wait_s: float, prefer: Sequence[str] = ()) -> Placement:
+    async def lease(
+        self, box: str, count: int, *, need_bytes: int, wait_s: float, prefer: Sequence[str] = (), only: bool = False
+    ) -> Placement:
         """Take ``count`` GPUs for a box, each with ``need_bytes`` free; waits for them, at most ``wait_s`` seconds.
 
         Args:
-            prefer: UUIDs to take if they can be had: no state has to be moved to another GPU then.
+            prefer, only: as in :class:`Need`.
 
         Raises:
             Environment: not in time, or never here; says what each GPU lacks.
@@ -70,11 +84,16 @@ class Gpus:
         known = self._known()
         if count > len(known):
             raise Environment(f"{count} GPUs are asked for, and this host has {len(known)}; lower engine.gpu.count")
+        wanted = [uuid for uuid in known if uuid in prefer] if only else known
+        if count > len(wanted):
+            raise Environment(
+                f"it can run on {', '.join(prefer)} alone, which this host has not; with driver 580 or later any would do"
+            )
         deadline = time.monotonic() + wait_s
         while True:
             found = await self.cuda.memory()
             # Then the emptiest, to a gibibyte: strangers use GPUs too, and take no lease.
-            order = sorted(known, key=lambda uuid: (uuid not in prefer, -int(found.get(uuid, {}).get("free", 0)) // _GIB))
+            order = sorted(wanted, key=lambda uuid: (uuid not in prefer, -int(found.get(uuid, {}).get("free", 0)) // _GIB))
             lacks = {uuid: self._lack(uuid, found.get(uuid), need_bytes) for uuid in order}
             fit = [uuid for uuid in order if lacks[uuid] is None and uuid not in self._holders][:count]
             if len(fit) == count:

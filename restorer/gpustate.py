@@ -20,14 +20,14 @@ from pathlib import Path
 
 import httpx
 
-from policies import compat, reading
+from policies import compat, drivers, reading
 from policies.manifest import Allocation, GpuState, Manifest, Weights
 from restorer import inventory, pagecache
 from restorer.box import Box
 from restorer.cuda import Cuda
 from restorer.engines import HttpEngine
 from restorer.errors import CanaryDiffers, EngineDied, EngineNotReady, Environment, RestorerError, SnapshotError
-from restorer.gpus import MARGIN_BYTES, Placement, mapping, memory
+from restorer.gpus import MARGIN_BYTES, Need, Placement, mapping, memory
 from restorer.host import Host, log
 from restorer.instance import Instance, connect, resurrect
 from restorer.stages import Stages
@@ -75,7 +75,7 @@ async def asleep(host: Host, donor: Instance, stages: Stages, *, keep: bool) -> 
 
 
 def _may_be_captured(host: Host, engine: HttpEngine) -> None:
-    obstacles = compat.gpu_obstacles(host.facts.gpu)
+    obstacles = [*compat.gpu_obstacles(host.facts.gpu), *drivers.refused(host.facts.gpu, host.config.restorer.drivers)]
     if obstacles:
         raise SnapshotError("the GPU state cannot be captured: " + " | ".join(map(str, obstacles)))
     gpu = engine.model.engine.gpu
@@ -138,9 +138,14 @@ async def _awaken(
             await instance.engine.wake(client)
 
 
-def need_bytes(state: GpuState) -> int:
-    """Device memory that each of its GPUs must have free for a restore."""
-    return state.awake_bytes // max(1, len(state.used)) + MARGIN_BYTES
+def need(host: Host, state: GpuState) -> Need:
+    """What a restore wants of GPUs: any, where the driver can put state onto another than its own."""
+    fixed = drivers.immovable(host.facts.gpu, host.config.restorer.drivers)
+    return Need(_awake_bytes(state) + MARGIN_BYTES, state.used, only=bool(fixed))
+
+
+def _awake_bytes(state: GpuState) -> int:
+    return state.awake_bytes // max(1, len(state.used))
 
 
 @dataclass(slots=True)
@@ -194,7 +199,7 @@ async def _delivery(host: Host, box: Box, state: GpuState, placement: Placement)
     # On another GPU than its donor's, an engine cannot map what lies there: driver 580 answers CUDA_ERROR_NOT_INITIALIZED.
     at_home = placement.uuids == state.used and not box.facts.get("moved")
     if files and at_home and twice <= placement.free_bytes and len(files) == len(placement.uuids):
-        delivery.roomy = need_bytes(state) + largest + MARGIN_BYTES <= placement.free_bytes
+        delivery.roomy = _awake_bytes(state) + largest + 2 * MARGIN_BYTES <= placement.free_bytes
         for rank, (uuid, parts) in enumerate(zip(placement.uuids, files, strict=True)):
             socket = f"weights-{rank}.sock"
             delivery.names.append(f"{box.id}-{rank}-{secrets.token_hex(4)}")

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from policies import compat, verdicts
+from policies import compat, drivers, verdicts
 from policies.config import Config, Model
 from policies.floor import Rates
 from policies.manifest import HostFacts, Manifest, Profile
@@ -64,6 +64,11 @@ class Match:
     """Snapshots whose restores failed a moment ago."""
     remote: str = ""
     """Why the remote that starts pull from was of no help, if it was asked."""
+
+    @property
+    def newest(self) -> str | None:
+        """Its id."""
+        return None if self.manifest is None else self.manifest.id
 
     @property
     def why(self) -> str:
@@ -164,6 +169,10 @@ class Host:
         self.judge = judge_of(config)
         self.snapshots.sign = self.judge.keys.sign
 
+    def facts_now(self) -> HostFacts:
+        """This machine's facts, those that change while it runs read anew. Blocks for moments."""
+        return hostfacts.refreshed(self.facts)
+
     async def find_gpus(self) -> None:
         """Ask the driver, if there is one, what GPUs this host has; called once, before anything is started."""
         if not self.config.restorer.gpu_helper and not hostfacts.NVIDIA.exists():
@@ -196,14 +205,14 @@ class Host:
         """Compare every snapshot of a model with this host and its settings. Blocks: it may hash weights."""
         here = profile.resolve(name, self.model(name), self.stamps, self.config.trust)
         mine = [manifest for manifest in self.snapshots.list() if manifest.profile.model == name]
-        facts = hostfacts.refreshed(self.facts)
+        facts = self.facts_now()
         standings = {m.id: self.snapshots.verdicts.standing(m.id) for m in mine}
         quarantined = {id: one.quarantined for id, one in standings.items() if one.quarantined is not None}
         held = {id: one.held for id, one in standings.items() if one.held is not None}
         distrusted = {m.id: found for m in mine if m.id not in quarantined and (found := self.distrust(m))}
         trusted = [m for m in mine if m.id not in quarantined.keys() | held.keys() | distrusted.keys()]
         best, unfit = compat.newest_fit(trusted, here, facts, self.config.matching)
-        allowed = () if best is None else self._allowed(best, facts)
+        allowed = () if best is None else self.allowed(best, facts)
         return Match(here, best, distrusted | unfit, quarantined, allowed, held)
 
     def blame(self, id: str, error: RestorerError) -> None:
@@ -233,12 +242,15 @@ class Host:
         """
         folder = self.snapshots.folder(manifest.id)
         found = [compat.Mismatch(one.path, "writable by us alone", one.found, one.remedy) for one in way_to(folder / MANIFEST)]
+        if manifest.gpu is not None:
+            found += drivers.refused(self.facts.gpu, self.config.restorer.drivers)
         verdict = self.judge.judge(folder, manifest)
         if verdict.mismatch is not None and not verdict.allowed:
             found.append(verdict.mismatch)
         return found
 
-    def _allowed(self, manifest: Manifest, facts: HostFacts) -> tuple[compat.Mismatch, ...]:
+    def allowed(self, manifest: Manifest, facts: HostFacts) -> tuple[compat.Mismatch, ...]:
+        """What of a snapshot is not as it should be on a host, and a policy lets pass. Blocks; cheap when nothing has changed."""
         verdict = self.judge.judge(self.snapshots.folder(manifest.id), manifest)
         waived = compat.waived(manifest, facts, self.config.matching)
         return (*waived, *(() if verdict.mismatch is None else (verdict.mismatch,)))

@@ -5,14 +5,17 @@ Reads, never writes; knows the shape of a snapshot's folder, not where snapshots
 
 from __future__ import annotations
 
+import glob
 import os
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from policies.manifest import Manifest, SnapshotObject
+from policies.manifest import Manifest, MappedFile, SnapshotObject
 from restorer import chunks, signatures
+from restorer.elf import build_id
+from restorer.files import hash_file
 from restorer.ownership import exposed
 from restorer.stamps import Stamps
 
@@ -42,13 +45,32 @@ def verify_files(manifest: Manifest, stamps: Stamps) -> list[Fault]:
         try:
             size = os.stat(file.path).st_size
         except OSError as error:
-            faults.append(Fault(file.path, "the file the donor had open", _why(error)))
+            faults.append(Fault(file.path, "the file the donor had open", f"{_why(error)}{_others(Path(file.path))}"))
             continue
         if size == file.bytes:
             sound[Path(file.path)] = (file.path, file.sha256)
         else:
-            faults.append(Fault(file.path, f"{file.bytes} bytes", f"{size} bytes"))
-    return faults + differences({str(path): wanted for path, wanted in sound.items()}, stamps.sha256_all(sound))
+            faults.append(_built(file, Fault(file.path, f"{file.bytes} bytes", f"{size} bytes")))
+    changed = differences({str(path): wanted for path, wanted in sound.items()}, stamps.sha256_all(sound))
+    files = {file.path: file for file in manifest.files}
+    return faults + [_built(files[fault.path], fault) for fault in changed]
+
+
+def _built(file: MappedFile, fault: Fault) -> Fault:
+    """With the builds of a binary or library, by which people know it."""
+    if file.build_id is None:
+        return fault
+    now = build_id(Path(file.path)) or "none"
+    return fault._replace(expected=f"{fault.expected}, build {file.build_id}", found=f"{fault.found}, build {now}")
+
+
+def _others(path: Path) -> str:
+    """What else is there of a library whose name has a version in it, such as a driver's."""
+    stem, versioned, _ = path.name.partition(".so.")
+    if not versioned:
+        return ""
+    there = sorted(one.name for one in path.parent.glob(f"{glob.escape(stem)}.so.*"))
+    return f"; there is {', '.join(there[:3])}" if there else ""
 
 
 def differences(wanted: Mapping[str, tuple[str, str]], hashes: Mapping[Path, str | OSError]) -> list[Fault]:
@@ -67,11 +89,24 @@ def _why(error: OSError) -> str:
     return error.strerror or str(error)
 
 
-def named(manifest: Manifest) -> list[SnapshotObject]:
-    """Every file that a manifest names: the objects, and the list of their chunks."""
-    said = manifest.chunks
-    beside = () if said is None else (SnapshotObject(path=chunks.FILE, bytes=said.bytes, sha256=said.sha256),)
-    return [*manifest.objects, *beside]
+def is_sparse(manifest: Manifest) -> bool:
+    """Whether the hashes of its objects leave out long runs of zeros (:class:`restorer.files.SparseHash`)."""
+    return manifest.format > 1
+
+
+def listing(folder: Path, manifest: Manifest, *, full: bool) -> Fault | None:
+    """What is wrong with the list of chunks. ``full``: read it. No restore does, so that none waits for it."""
+    if manifest.chunks is None:
+        return None
+    item = SnapshotObject(path=chunks.FILE, bytes=manifest.chunks.bytes, sha256=manifest.chunks.sha256)
+    fault = shape(folder, item)
+    if fault is not None or not full:
+        return fault
+    try:
+        found = hash_file(folder / item.path)
+    except OSError as error:
+        return Fault(item.path, f"sha256 {item.sha256}", _why(error))
+    return None if found == item.sha256 else Fault(item.path, f"sha256 {item.sha256}", f"sha256 {found}")
 
 
 def shape(folder: Path, item: SnapshotObject) -> Fault | None:

@@ -7,81 +7,44 @@ A process that ends meanwhile is left out.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-import stat
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
+from restorer import obstacles
 from restorer.errors import EngineDied
-from restorer.sockets import Socket, sockets_of
+from restorer.scene import (
+    DELETED,
+    PROC,
+    Descriptor,
+    Finding,
+    Scene,
+    Tree,
+    descriptors_of,
+    fdinfo,
+    fields_of,
+    inner_pid,
+    inode_of,
+    is_named,
+    is_regular,
+    links,
+    mapped,
+    names_in,
+    once,
+    size_of,
+    text_of,
+    within,
+)
+from restorer.sockets import sockets_of
 
-_PROC = Path("/proc")
-_ANONYMOUS = re.compile(r"(?:anon_inode:|pipe:|socket:|/memfd:|pidfd:|mnt:|net:|/dev/zero|/SYSV|\[)")
 _TTY = re.compile(r"/dev/(?:tty.*|pts/.*|console)(?: \(deleted\))?")
-_DELETED = " (deleted)"
-_INODE = re.compile(r"(?:socket|pipe):\[(\d+)\]")
+_OVERLAY = " - overlay "
 _WRITING = os.O_WRONLY | os.O_RDWR
 
 
-class Finding(NamedTuple):
-    """One thing worth knowing before a dump."""
-
-    code: str
-    severity: Literal["fatal", "note"]
-    pid: int
-    """As numbered by the /proc that was read."""
-    fd: int | None
-    what: str
-    remedy: str
-
-    def __str__(self) -> str:
-        where = f"pid {self.pid}" if self.fd is None else f"pid {self.pid}, fd {self.fd}"
-        return f"{self.code} ({where}): {self.what}; {self.remedy}"
-
-
-@dataclass(frozen=True, slots=True)
-class Tree:
-    """A process and all its descendants."""
-
-    pids: tuple[int, ...]
-    """As numbered by the /proc that was read; the root first."""
-    inner: tuple[int, ...]
-    """Every pid and tid as numbered in the tree's own pid namespace, sorted: what a restore will occupy."""
-
-
-class Descriptor(NamedTuple):
-    """One open file of one process."""
-
-    pid: int
-    fd: int
-    link: str
-    """What /proc says it is."""
-    flags: int
-    path: Path
-    """The magic link itself, to ask the open file for its facts."""
-
-
-@dataclass(slots=True)
-class _Scene:
-    """Everything read once, for all checks."""
-
-    tree: Tree
-    proc: Path
-    descriptors: list[Descriptor]
-    mappings: list[tuple[int, str]]
-    sockets: dict[int, Socket]
-    private: tuple[str, ...]
-    ghost_limit: int
-    outside_tcp_ok: bool
-    held: set[int] = field(default_factory=set)
-    """Inodes of sockets that the tree holds."""
-
-
-def tree(root_pid: int, *, proc_root: Path = _PROC) -> Tree:
+def tree(root_pid: int, *, proc_root: Path = PROC) -> Tree:
     """The process tree under ``root_pid``.
 
     Raises:
@@ -91,19 +54,19 @@ def tree(root_pid: int, *, proc_root: Path = _PROC) -> Tree:
     waiting = [root_pid]
     while waiting:
         pid = waiting.pop()
-        tasks = _names(proc_root / str(pid) / "task")
+        tasks = names_in(proc_root / str(pid) / "task")
         if tasks:
             pids.append(pid)
         for task in tasks:
             folder = proc_root / str(pid) / "task" / task
-            inner.append(_inner_pid(folder, int(task)))
-            waiting += map(int, _text(folder / "children").split())
+            inner.append(inner_pid(folder, int(task)))
+            waiting += map(int, text_of(folder / "children").split())
     if not pids:
         raise EngineDied(f"there is no process {root_pid}: the engine has ended")
     return Tree((pids[0], *sorted(pids[1:])), tuple(sorted(inner)))
 
 
-def numbers(root_pid: int, *, proc_root: Path = _PROC) -> dict[int, int]:
+def numbers(root_pid: int, *, proc_root: Path = PROC) -> dict[int, int]:
     """Number in the tree's own pid namespace -> number in the /proc that was read, of every process of a tree.
 
     Raises:
@@ -114,17 +77,17 @@ def numbers(root_pid: int, *, proc_root: Path = _PROC) -> dict[int, int]:
         # Not by way of the tree, which asks every thread for its number: an engine has hundreds, and waits for this.
         pid = waiting.pop()
         folder = proc_root / str(pid)
-        tasks = _names(folder / "task")
+        tasks = names_in(folder / "task")
         if tasks:
-            found[_inner_pid(folder, pid)] = pid
+            found[inner_pid(folder, pid)] = pid
         for task in tasks:
-            waiting += map(int, _text(folder / "task" / task / "children").split())
+            waiting += map(int, text_of(folder / "task" / task / "children").split())
     if not found:
         raise EngineDied(f"there is no process {root_pid}: the engine has ended")
     return found
 
 
-def mapped_files(root_pid: int, *, private: Collection[str] = (), proc_root: Path = _PROC) -> Sequence[str]:
+def mapped_files(root_pid: int, *, private: Collection[str] = (), proc_root: Path = PROC) -> Sequence[str]:
     """Every regular file that the tree has mapped, runs, or holds open for reading, outside the ``private`` folders.
 
     These must be there again, unchanged, for a restore. A file open for writing changes by nature and is not among them.
@@ -133,11 +96,11 @@ def mapped_files(root_pid: int, *, private: Collection[str] = (), proc_root: Pat
         EngineDied: there is no such process.
     """
     family = tree(root_pid, proc_root=proc_root)
-    found = {path for pid in family.pids for path in _mapped(pid, proc_root)}
-    for one in _descriptors(family, proc_root):
-        if one.link.startswith("/") and not one.flags & _WRITING and _is_regular(one.path):
+    found = {path for pid in family.pids for path in mapped(pid, proc_root)}
+    for one in descriptors_of(family, proc_root):
+        if one.link.startswith("/") and not one.flags & _WRITING and is_regular(one.path):
             found.add(one.link)
-    return sorted(path for path in found if _is_named(path) and not _within(path, private))
+    return sorted(path for path in found if is_named(path) and not within(path, private))
 
 
 def examine(
@@ -146,7 +109,7 @@ def examine(
     private: Collection[str] = (),
     ghost_limit: int = 1 << 20,
     outside_tcp_ok: bool = False,
-    proc_root: Path = _PROC,
+    proc_root: Path = PROC,
 ) -> list[Finding]:
     """Everything found in a tree, fatal findings first.
 
@@ -159,22 +122,22 @@ def examine(
         EngineDied: there is no such process.
     """
     family = tree(root_pid, proc_root=proc_root)
-    scene = _Scene(
+    scene = Scene(
         tree=family,
         proc=proc_root,
-        descriptors=list(_descriptors(family, proc_root)),
-        mappings=[(pid, path) for pid in family.pids for path in _mapped(pid, proc_root)],
+        descriptors=list(descriptors_of(family, proc_root)),
+        mappings=[(pid, path) for pid in family.pids for path in mapped(pid, proc_root)],
         sockets=sockets_of(proc_root / str(root_pid)),
         private=tuple(private),
         ghost_limit=ghost_limit,
         outside_tcp_ok=outside_tcp_ok,
     )
-    scene.held = {inode for one in scene.descriptors if one.link.startswith("socket:") and (inode := _inode(one.link))}
+    scene.held = {inode for one in scene.descriptors if one.link.startswith("socket:") and (inode := inode_of(one.link))}
     findings = [finding for check in CHECKS for finding in check(scene)]
     return sorted(findings, key=lambda finding: (finding.severity != "fatal", finding.pid, finding.fd or -1))
 
 
-def _io_uring(scene: _Scene) -> Iterator[Finding]:
+def _io_uring(scene: Scene) -> Iterator[Finding]:
     remedy = (
         "CRIU cannot dump a ring: run the engine on the plain asyncio loop, forbid rings to it with a seccomp filter, or set "
         "`sysctl kernel.io_uring_disabled=2` before it starts (UV_USE_IO_URING=0 is enough only before libuv 1.50, uvloop 0.23)"
@@ -187,7 +150,7 @@ def _io_uring(scene: _Scene) -> Iterator[Finding]:
             yield Finding("io_uring", "fatal", pid, None, "an io_uring is mapped", remedy)
 
 
-def _tty(scene: _Scene) -> Iterator[Finding]:
+def _tty(scene: Scene) -> Iterator[Finding]:
     for one in scene.descriptors:
         if _TTY.fullmatch(one.link):
             yield Finding(
@@ -200,18 +163,27 @@ def _tty(scene: _Scene) -> Iterator[Finding]:
             )
 
 
-def _inotify(scene: _Scene) -> Iterator[Finding]:
+def _inotify(scene: Scene) -> Iterator[Finding]:
+    overlays = {
+        line.split()[2] for line in text_of(scene.proc / str(scene.tree.pids[0]) / "mountinfo").splitlines() if _OVERLAY in line
+    }
     for one in scene.descriptors:
         if one.link in ("anon_inode:inotify", "anon_inode:[fanotify]"):
-            remedy = "it is restored only where the watched files can be opened by handle; turn the watcher off if the dump fails"
-            yield Finding("inotify", "note", one.pid, one.fd, "files are being watched", remedy)
+            found = re.findall(r"sdev:([0-9a-f]+)", fdinfo(scene.proc, one))
+            on_overlay = any(f"{int(dev, 16) >> 20}:{int(dev, 16) & 0xFFFFF}" in overlays for dev in found)
+            if on_overlay:
+                remedy = "CRIU cannot find watched files on overlayfs again: turn the watcher off"
+                yield Finding("inotify", "fatal", one.pid, one.fd, "files on overlayfs are being watched", remedy)
+            else:
+                remedy = "it is restored where the watched files can be opened by handle; turn the watcher off if the dump fails"
+                yield Finding("inotify", "note", one.pid, one.fd, "files are being watched", remedy)
 
 
-def _pidfd(scene: _Scene) -> Iterator[Finding]:
+def _pidfd(scene: Scene) -> Iterator[Finding]:
     for one in scene.descriptors:
         if one.link.startswith(("anon_inode:[pidfd]", "pidfd:")):
             # -1: the process has ended, or cannot be seen from here.
-            target = int(_fields(_fdinfo(scene.proc, one)).get("Pid", "-1"))
+            target = int(fields_of(fdinfo(scene.proc, one)).get("Pid", "-1"))
             if target > 0 and target not in scene.tree.pids:
                 yield Finding(
                     "pidfd",
@@ -225,7 +197,7 @@ def _pidfd(scene: _Scene) -> Iterator[Finding]:
                 yield Finding("pidfd", "note", one.pid, one.fd, f"process {target} is held", "needs CRIU 4.1 or later")
 
 
-def _gpu(scene: _Scene) -> Iterator[Finding]:
+def _gpu(scene: Scene) -> Iterator[Finding]:
     remedy = (
         "its GPU state must be taken off first, which is done for engines with engine.gpu.count on an NVIDIA driver; set it, or "
         "run this engine on the CPU"
@@ -235,28 +207,28 @@ def _gpu(scene: _Scene) -> Iterator[Finding]:
             yield Finding("gpu", "fatal", one.pid, one.fd, f"{one.link} is open", remedy)
 
 
-def _deleted(scene: _Scene) -> Iterator[Finding]:
+def _deleted(scene: Scene) -> Iterator[Finding]:
     for one in scene.descriptors:
-        if one.link.endswith(_DELETED) and _is_named(one.link.removesuffix(_DELETED)):
-            size = _size(one.path)
+        if one.link.endswith(DELETED) and is_named(one.link.removesuffix(DELETED)):
+            size = size_of(one.path)
             if size > scene.ghost_limit:
                 remedy = f"files above {scene.ghost_limit} bytes are not put into the images; let the engine keep it under a name"
                 yield Finding("deleted", "fatal", one.pid, one.fd, f"{one.link} holds {size} bytes", remedy)
 
 
-def _written(scene: _Scene) -> Iterator[Finding]:
+def _written(scene: Scene) -> Iterator[Finding]:
     for one in scene.descriptors:
-        if one.flags & _WRITING and _is_named(one.link) and not _within(one.link, scene.private) and _is_regular(one.path):
+        if one.flags & _WRITING and is_named(one.link) and not within(one.link, scene.private) and is_regular(one.path):
             remedy = "if its size changes, no restore is possible: let it write below $HOME or $TMPDIR, or to /dev/null"
             yield Finding("written", "note", one.pid, one.fd, f"{one.link}, which no snapshot holds, is open for writing", remedy)
 
 
-def _tcp(scene: _Scene) -> Iterator[Finding]:
+def _tcp(scene: Scene) -> Iterator[Finding]:
     held = scene.held
     mine = {(one.local, one.remote) for one in scene.sockets.values() if one.inode in held}
     listening = {one.local[1] for one in scene.sockets.values() if one.inode in held and one.state == "LISTEN"}
-    for descriptor in _once(scene.descriptors):
-        one = scene.sockets.get(_inode(descriptor.link) or 0)
+    for descriptor in once(scene.descriptors):
+        one = scene.sockets.get(inode_of(descriptor.link) or 0)
         if one is not None and one.family == "tcp" and one.connected and (one.remote, one.local) not in mine:
             remedy = "close it before the dump: drain its clients, or keep the engine from calling others"
             severity: Literal["fatal", "note"] = "note" if scene.outside_tcp_ok else "fatal"
@@ -267,129 +239,35 @@ def _tcp(scene: _Scene) -> Iterator[Finding]:
             yield Finding("tcp_waiting", "fatal", scene.tree.pids[0], None, str(one), remedy)
 
 
-def _unix(scene: _Scene) -> Iterator[Finding]:
-    known = [scene.sockets.get(_inode(one.link) or 0) for one in _once(scene.descriptors) if one.link.startswith("socket:")]
+def _unix(scene: Scene) -> Iterator[Finding]:
+    known = [scene.sockets.get(inode_of(one.link) or 0) for one in once(scene.descriptors) if one.link.startswith("socket:")]
     connected = sum(one is not None and one.family == "unix" and one.connected for one in known)
     if connected % 2:
         what = f"{connected} connected unix sockets: at least one has its other end outside the tree"
         yield Finding("unix_outside", "note", scene.tree.pids[0], None, what, "if the dump fails, start the engine without it")
 
 
-def _pipes(scene: _Scene) -> Iterator[Finding]:
+def _pipes(scene: Scene) -> Iterator[Finding]:
     ends: dict[int, list[Descriptor]] = {}
     for one in scene.descriptors:
-        if one.link.startswith("pipe:") and (inode := _inode(one.link)):
+        if one.link.startswith("pipe:") and (inode := inode_of(one.link)):
             ends.setdefault(inode, []).append(one)
     half = {inode: held for inode, held in ends.items() if len({bool(one.flags & _WRITING) for one in held}) == 1}
     if not half:
         return
     # Only now look at everybody else: an end that nobody holds any more is no harm.
-    links = {one.link for held in half.values() for one in held}
+    mine = {one.link for held in half.values() for one in held}
     outside = {
         link
-        for pid in _names(scene.proc)
+        for pid in names_in(scene.proc)
         if pid.isdigit() and int(pid) not in scene.tree.pids
-        for link in _links(scene.proc, pid)
+        for link in links(scene.proc, pid)
     }
     for held in half.values():
-        if held[0].link in links & outside:
+        if held[0].link in mine & outside:
             remedy = "start it with output to a file or /dev/null and all other descriptors closed"
             yield Finding("pipe_outside", "fatal", held[0].pid, held[0].fd, f"{held[0].link} leads out of the tree", remedy)
 
 
-CHECKS = (_io_uring, _tty, _inotify, _pidfd, _gpu, _deleted, _written, _tcp, _unix, _pipes)
+CHECKS = (_io_uring, _tty, _inotify, _pidfd, _gpu, _deleted, _written, _tcp, _unix, _pipes, *obstacles.CHECKS)
 """What is looked for."""
-
-
-def _once(descriptors: Iterable[Descriptor]) -> Iterable[Descriptor]:
-    """One descriptor for each thing held: forks share them."""
-    return {one.link: one for one in descriptors}.values()
-
-
-def _descriptors(family: Tree, proc: Path) -> Iterator[Descriptor]:
-    for pid in family.pids:
-        for fd in _names(proc / str(pid) / "fd"):
-            path = proc / str(pid) / "fd" / fd
-            try:
-                one = Descriptor(pid, int(fd), os.readlink(path), 0, path)
-            except OSError:
-                continue
-            flags = _fields(_fdinfo(proc, one)).get("flags", "0")
-            yield one._replace(flags=int(flags, 8))
-
-
-def _links(proc: Path, pid: str) -> Iterator[str]:
-    for fd in _names(proc / pid / "fd"):
-        try:
-            yield os.readlink(proc / pid / "fd" / fd)
-        except OSError:
-            continue
-
-
-def _mapped(pid: int, proc: Path) -> Iterator[str]:
-    """What a process has mapped, by name, its program included."""
-    with contextlib.suppress(OSError):
-        yield os.readlink(proc / str(pid) / "exe")
-    seen = set()
-    for line in _text(proc / str(pid) / "maps").split("\n"):
-        parts = line.split(maxsplit=5)
-        if len(parts) == 6 and parts[5] not in seen:
-            seen.add(parts[5])
-            # The kernel escapes only a newline.
-            yield parts[5].replace("\\012", "\n")
-
-
-def _is_named(path: str) -> bool:
-    """A file with a name, as far as /proc can tell: no socket, memory file, or file that was unlinked."""
-    return path.startswith("/") and not _ANONYMOUS.match(path) and not path.endswith(_DELETED)
-
-
-def _within(path: str, folders: Collection[str]) -> bool:
-    return any(path == folder or path.startswith(folder.rstrip("/") + "/") for folder in folders)
-
-
-def _is_regular(path: Path) -> bool:
-    try:
-        return stat.S_ISREG(path.stat().st_mode)
-    except OSError:
-        return False
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
-
-
-def _inode(link: str) -> int | None:
-    found = _INODE.fullmatch(link)
-    return int(found[1]) if found else None
-
-
-def _inner_pid(task: Path, outer: int) -> int:
-    numbers = _fields(_text(task / "status")).get("NSpid", "").split()
-    return int(numbers[-1]) if numbers else outer
-
-
-def _fdinfo(proc: Path, one: Descriptor) -> str:
-    return _text(proc / str(one.pid) / "fdinfo" / str(one.fd))
-
-
-def _fields(text: str) -> dict[str, str]:
-    pairs = (line.partition(":") for line in text.split("\n"))
-    return {name.strip(): value.strip() for name, _, value in pairs}
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(errors="surrogateescape")
-    except OSError:
-        return ""
-
-
-def _names(folder: Path) -> list[str]:
-    try:
-        return sorted(os.listdir(folder))
-    except OSError:
-        return []

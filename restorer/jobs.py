@@ -22,6 +22,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from policies.journal import Trail
+from policies.manifest import HostFacts
 from policies.replica import TERMINAL, Replica
 from policies.tasks import PROGRESS_TTL_S, TASK_TTL_S, Progress, Task
 from policies.tracing import SPANS_KEPT, Span
@@ -240,9 +241,13 @@ class JobStore:
         with _translated():
             return int(await self._client.get(self.keys.seq) or 0)
 
-    async def report(self, report: HostReport, counted: Mapping[str, float] | None = None) -> None:
-        """Renew this host's report, and add what was counted (:attr:`policies.series.Point.field` -> number) to its tally."""
+    async def report(
+        self, report: HostReport, counted: Mapping[str, float] | None = None, facts: HostFacts | None = None
+    ) -> None:
+        """Renew this host's report and facts, and add what was counted (:attr:`policies.series.Point.field` -> number)."""
         pipe = self._client.pipeline(transaction=True)
+        if facts is not None:
+            pipe.set(self.keys.facts(report.host), facts.model_dump_json(), px=REPORT_TTL_MS)
         pipe.set(self.keys.host(report.host), report.model_dump_json(), px=REPORT_TTL_MS)
         pipe.sadd(self.keys.hosts, report.host)
         tally = self.keys.tally(report.host)

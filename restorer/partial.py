@@ -16,9 +16,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 
-from restorer.chunks import PAGE
 from restorer.errors import Environment
-from restorer.files import data_extents, disk_space
+from restorer.files import PAGE, data_extents, disk_space
 
 PREFIX = ".pull-"
 _ZERO = bytes(PAGE)

@@ -11,16 +11,16 @@ import time
 
 from policies.compat import Mismatch
 from policies.journal import Undo
-from policies.manifest import GpuState, Manifest
+from policies.manifest import Manifest
 from policies.replica import Event, State
 from policies.wire import Failure, JobKind, OperationState
-from restorer import accounts, gpustate, prefetch, proof, undo
+from restorer import accounts, gpustate, prefetch, proof, sleeping, undo
 from restorer.attempt import Attempt, Work
 from restorer.box import Box
 from restorer.capture import capture
 from restorer.engines import HttpEngine, adapter
 from restorer.errors import CanaryDiffers, Cancelled, EngineDied, HeldBack, HostIncompatible, RestorerError, SnapshotError
-from restorer.gpus import Placement
+from restorer.gpus import Need, Placement
 from restorer.host import Host, Match, log
 from restorer.instance import Instance, connect, ignite
 from restorer.integrity import verify_files
@@ -68,48 +68,56 @@ async def _started(attempt: Attempt, replicas: Replicas) -> Instance:
     match = await supplied(host, name, match, attempt.stages, attempt.still_wanted)
     await attempt.still_wanted()
     await replicas.vacated(name)
-    obstacle = host.backend(name).obstacle()
-    if match.manifest is not None and obstacle is None:
-        instance = await _resumed(attempt, match, match.manifest, replicas.suspended)
-        return instance or await _restored_or_cold(attempt, match, match.manifest)
-    why = match.why if obstacle is None else obstacle
-    if match.held and host.model(name).on_restore_failure == "reject":
+    backend, model = host.backend(name), host.model(name)
+    if (instance := await _resumed(attempt, match, replicas.suspended)) is not None:
+        return instance
+    if match.manifest is not None and (obstacle := backend.obstacle()) is None:
+        return await _restored_or_cold(attempt, match, match.manifest)
+    if attempt.lost is not None:
+        if model.on_restore_failure == "reject":
+            raise SnapshotError(f"the engine that rested did not wake: {attempt.lost}")
+        return await _cold(attempt, match, f"it did not wake: {attempt.lost}")
+    if not backend.can.snapshot:
+        return await _cold(attempt, match, backend.obstacle() or "")
+    why = match.why if (obstacle := backend.obstacle()) is None else obstacle
+    if match.held and model.on_restore_failure == "reject":
         raise HeldBack(why)
-    if host.model(name).on_no_snapshot == "reject":
+    if model.on_no_snapshot == "reject":
         if match.refused:
             raise HostIncompatible([m for found in match.refused.values() for m in found])
         raise SnapshotError(why)
-    return await _cold(attempt, match, Event.START, why)
+    return await _cold(attempt, match, why)
 
 
-async def _resumed(attempt: Attempt, match: Match, manifest: Manifest, suspended: Suspended) -> Instance | None:
-    """The suspended engine of this model, awake on a GPU and proved like a restored one; None: there is none that can."""
+async def _resumed(attempt: Attempt, match: Match, suspended: Suspended) -> Instance | None:
+    """The engine of this model that rests here, awake and proved like a restored one; None: there is none that can."""
     model = attempt.record.model
     resting = await suspended.take(model, match)
     if resting is None:
         return None
     box, instance = resting.box, resting.instance
     try:
-        placement = await _placed(attempt, box, resting.state)
+        placement = await _placed(attempt, box, resting.rest.need(attempt.host))
     except BaseException:
         suspended.put_back(model, resting)
         raise
-    assert placement is not None
-    lives = int(box.facts.get("lives", 1)) + 1
+    start, lives = resting.rest.start, int(box.facts.get("lives", 1)) + 1
     try:
         async with unwinding(attempt.host, attempt.journal):
             with attempt.stages.timed("resume", Undo(what="box", name=box.id)):
                 box.remember(lives=lives)
-            await attempt.advance(Event.RESTORE, snapshot=manifest.id, incarnation=f"{box.id}-{lives}", start="resumed")
-            await gpustate.resume(attempt.host, instance, resting.state, placement, attempt.stages)
-            await proof.proved(attempt.host, instance, manifest, attempt.stages)
+            await attempt.advance(Event.RESTORE, snapshot=match.newest, incarnation=f"{box.id}-{lives}", start=start)
+            await resting.rest.wake(attempt.host, instance, placement, attempt.stages)
+            await proof.proved(attempt.host, instance, resting.exchanges(match), attempt.stages)
             await attempt.advance(Event.UP)
             return instance
     except (LeaseLost, StoreUnavailable):
         raise
     except RestorerError as error:
         # Not the snapshot's fault, whatever it was.
-        log.warning("the suspended engine of %s cannot be resumed, and is ended: %s", model, error)
+        log.warning("the engine of %s that rested cannot be %s, and is ended: %s", model, start, error)
+        suspended.failed(resting, error)
+        attempt.lost = error
         return None
 
 
@@ -127,8 +135,7 @@ async def _restored_or_cold(attempt: Attempt, match: Match, manifest: Manifest) 
         if host.model(claim.job.model).on_restore_failure == "reject":
             raise
         accounts.fell_back(host.tally, attempt.record, error)
-        event = Event.START if attempt.record.state is State.MATCHING else Event.FALL_BACK
-        return await _cold(attempt, match, event, f"restore of snapshot {manifest.id} failed: {error}")
+        return await _cold(attempt, match, f"restore of snapshot {manifest.id} failed: {error}")
 
 
 async def _restored(attempt: Attempt, match: Match, manifest: Manifest) -> Instance:
@@ -146,7 +153,7 @@ async def _restored_from(attempt: Attempt, manifest: Manifest) -> Instance:
     box = await fresh_box(host, attempt.stages)
     # From here on the box says what it needs, to whoever would remove it.
     box.remember(snapshot=manifest.id)
-    placement = await _placed(attempt, box, manifest.gpu)
+    placement = await _placed(attempt, box, Need() if manifest.gpu is None else gpustate.need(host, manifest.gpu))
     changes = {"snapshot": manifest.id, "incarnation": box.id, "start": "restored"}
     if attempt.record.state is State.MATCHING:
         await attempt.still_wanted()
@@ -165,26 +172,21 @@ async def _restored_from(attempt: Attempt, manifest: Manifest) -> Instance:
     return instance
 
 
-async def _placed(attempt: Attempt, box: Box, state: GpuState | None) -> Placement | None:
-    """The GPUs that a box gets, if its engine wants any; they are its own until it is discarded.
-
-    Args:
-        state: of the snapshot to restore; None: the engine starts cold, and takes what it finds.
-    """
+async def _placed(attempt: Attempt, box: Box, need: Need) -> Placement | None:
+    """The GPUs that a box gets, if its engine wants any; they are its own until it is discarded."""
     # Whose logs these are, should it fail; see restorer/remains.py.
     box.facts.update(model=attempt.record.model, replica=attempt.record.id)
-    need, prefer = (0, ()) if state is None else (gpustate.need_bytes(state), state.used)
-    return await _leased(attempt.host, box, attempt.engine, attempt.stages, need, prefer)
+    return await _leased(attempt.host, box, attempt.engine, attempt.stages, need)
 
 
-async def _leased(
-    host: Host, box: Box, engine: HttpEngine, stages: Stages, need_bytes: int = 0, prefer: tuple[str, ...] = ()
-) -> Placement | None:
+async def _leased(host: Host, box: Box, engine: HttpEngine, stages: Stages, need: Need) -> Placement | None:
     gpu = engine.model.engine.gpu
     if gpu.count == 0:
         return None
     with stages.timed("lease GPU"):
-        placement = await host.gpus.lease(box.id, gpu.count, need_bytes=need_bytes, wait_s=gpu.wait_s, prefer=prefer)
+        placement = await host.gpus.lease(
+            box.id, gpu.count, need_bytes=need.bytes, wait_s=gpu.wait_s, prefer=need.prefer, only=need.only
+        )
         box.remember(gpus=list(placement.uuids))
     return placement
 
@@ -210,26 +212,30 @@ async def _verify_bytes(attempt: Attempt, manifest: Manifest) -> None:
         raise HostIncompatible([Mismatch(f"file {fault.path}", fault.expected, fault.found, remedy) for fault in changed])
 
 
-async def _cold(attempt: Attempt, match: Match, event: Event, why: str) -> Instance:
+async def _cold(attempt: Attempt, match: Match, why: str) -> Instance:
     """A cold engine; captured on its way, where the policy wants a snapshot and there is none."""
     host = attempt.host
     policy, backend = host.model(attempt.record.model).snapshot, host.backend(attempt.record.model)
     box = await fresh_box(host, attempt.stages)
-    placement = await _placed(attempt, box, None)
+    placement = await _placed(attempt, box, Need())
+    event = Event.START if attempt.record.state is State.MATCHING else Event.FALL_BACK
     await attempt.advance(event, incarnation=box.id, start="cold", snapshot=None, reason=why)
     with attempt.stages.timed("start engine"):
         instance, cold_start_s = await ignite(backend, box, attempt.engine, placement.indices if placement else ())
-    if policy.create == "auto" and backend.obstacle() is None and match.manifest is None:
-        try:
+    try:
+        if backend.can.sleep:
+            await sleeping.vow(instance, match.profile.digest, attempt.stages)
+        elif policy.create == "auto" and backend.obstacle() is None and match.manifest is None:
             async with unwinding(host, attempt.journal):
                 manifest = await capture(host, instance, match.profile, cold_start_s, attempt.stages)
             log.info("snapshot %s of %s was made", manifest.id, attempt.record.model)
-        except EngineDied:
-            raise
-        except RestorerError as error:
-            # The engine serves all the same; the next start is cold too, and says why.
-            log.warning("no snapshot of %s: %s", attempt.record.model, error)
-            attempt.record = attempt.record.model_copy(update={"reason": f"{why}; no snapshot was made: {error}"})
+    except EngineDied:
+        raise
+    except RestorerError as error:
+        # The engine serves all the same; the next start is cold too, and says why.
+        what = "it will not be kept asleep" if backend.can.sleep else "no snapshot was made"
+        log.warning("%s: %s: %s", attempt.record.model, what, error)
+        attempt.record = attempt.record.model_copy(update={"reason": f"{why}; {what}: {error}"})
     await attempt.advance(Event.UP)
     with attempt.stages.timed("warm up"):
         async with connect(instance) as client:
@@ -301,6 +307,8 @@ async def make_snapshot(host: Host, claim: Claim) -> None:
             await work.bounded()
             if (obstacle := host.backend(name).obstacle()) is not None:
                 raise SnapshotError(f"no snapshot can be made on this host: {obstacle}")
+            if faults := adapter(name, host.model(name)).obstacles():
+                raise SnapshotError("; ".join(faults))
             with work.stages.timed("match"):
                 match = await asyncio.to_thread(host.match, name)
             manifest = await _captured(host, adapter(name, host.model(name)), match, work.stages)
@@ -320,7 +328,7 @@ async def make_snapshot(host: Host, claim: Claim) -> None:
 async def _captured(host: Host, engine: HttpEngine, match: Match, stages: Stages) -> Manifest:
     """A snapshot of a donor that is started for it, and ends with it."""
     box = await fresh_box(host, stages)
-    placement = await _leased(host, box, engine, stages)
+    placement = await _leased(host, box, engine, stages, Need())
     with stages.timed("start engine"):
         donor, cold_start_s = await ignite(host.backend(engine.name), box, engine, placement.indices if placement else ())
     return await capture(host, donor, match.profile, cold_start_s, stages, keep=False)

@@ -10,6 +10,7 @@ from policies import secrets
 from policies.config import Model
 from policies.manifest import Profile
 from policies.trust import TRUST, Trust
+from policies.warmup import Warmup
 from restorer.engines import adapter
 from restorer.errors import Environment
 from restorer.stamps import Stamps
@@ -38,6 +39,7 @@ def resolve(name: str, model: Model, stamps: Stamps, trust: Trust = TRUST) -> Pr
         port=model.engine.port,
         weights=hashes,
         gpus=engine.gpus or None,
+        warmup=None if model.warmup == Warmup() else model.warmup.model_dump(mode="json", exclude={"timeout_s"}),
         backend=None if model.engine.backend == "criu" else model.engine.backend,
     )
 

@@ -5,10 +5,10 @@ Knows nothing of jobs, records, or what becomes of the engine afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
-from policies.manifest import Manifest
+from policies.manifest import Exchange, Manifest
 from restorer import accounts, canary, gpustate
 from restorer.box import Box
 from restorer.engines import HttpEngine
@@ -44,7 +44,7 @@ async def revived(
     try:
         instance = await gpustate.revive(host, box, engine, manifest, folder, stages, placement)
         await up()
-        await proved(host, instance, manifest, stages, touched)
+        await proved(host, instance, manifest.canary, stages, touched)
     except (EngineDied, EngineNotReady) as error:
         # Before the box goes, and its log with it.
         error.log = last_words(box)
@@ -54,12 +54,14 @@ async def revived(
     return instance
 
 
-async def proved(host: Host, instance: Instance, manifest: Manifest, stages: Stages, touched: Touched | None = None) -> None:
+async def proved(
+    host: Host, instance: Instance, exchanges: Sequence[Exchange], stages: Stages, touched: Touched | None = None
+) -> None:
     """It repeats the donor's answers; raises CanaryDiffers otherwise."""
-    with accounts.compared(host.tally, manifest.profile.model), stages.timed("canary") as stage:
+    with accounts.compared(host.tally, instance.engine.name), stages.timed("canary") as stage:
         if touched is not None:
             stage.of(touched.cached, touched.bytes)
         async with connect(instance) as client:
-            verdict = await canary.check(client, instance.engine, manifest.canary)
+            verdict = await canary.check(client, instance.engine, exchanges)
         if not verdict.equal:
             raise CanaryDiffers(f"the restored engine does not repeat its donor's answers: {verdict.difference}")

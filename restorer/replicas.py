@@ -280,9 +280,10 @@ class Replicas:
 
     async def _put_to_rest(self, running: Running) -> bool:
         """Suspend an engine that is stopped, where that is wanted; otherwise let it give its device memory up."""
-        if not running.instance.engine.gpus:
+        model = running.record.model
+        if not running.instance.engine.gpus and not running.instance.engine.sleeps:
             return False
-        if not self._ending and await self.suspended.suspend(running.record.model, running.instance):
+        if not self._ending and await self.suspended.suspend(model, running.instance):
             return True
         await gpustate.settle(running.instance)
         return False

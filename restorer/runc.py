@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from restorer import bundle, cgroups
+from restorer import bundle, cgroups, inventory
 from restorer.backend import Backend, Can
 from restorer.box import Box, Output
 from restorer.criu import COMMON, failure
@@ -37,7 +37,7 @@ class Runc(Backend):
     """
 
     name = "runc"
-    can = Can(snapshot=True, clone=True)
+    can = Can(snapshot=True, fill=True, clone=True)
     private = ("/tmp",)
 
     def __init__(self, binary: Path | None, criu: Path | None, capability: str, timeout_s: float) -> None:
@@ -71,6 +71,8 @@ class Runc(Backend):
         output = await self._run(box, [*argv, _CONTAINER], self._timeout_s)
         if output.rc != 0:
             raise failure("runc restore", output, box.work / "restore.log")
+        # What CRIU forks is where CRIU is, and runc moves only the process that it knows as CRIU.
+        await asyncio.to_thread(cgroups.gather, cgroups.name(box.id), lambda: _tree(box))
 
     def located(self, engine: HttpEngine, paths: Sequence[str]) -> Sequence[str]:
         given = engine.model.engine.bundle
@@ -102,6 +104,11 @@ class Runc(Backend):
         assert self._binary is not None, "nobody asks for it where there is an obstacle"
         env = {**os.environ, "PATH": f"{box.work / 'bin'}:{os.environ.get('PATH', os.defpath)}"}
         return await box.run([str(self._binary), "--root", str(box.folder / "runc"), *arguments], timeout_s=timeout_s, env=env)
+
+
+def _tree(box: Box) -> Iterable[int]:
+    root = box.host_pid(ROOT_PID)
+    return () if root is None else inventory.numbers(root).values()
 
 
 def _bundle(box: Box) -> Path:

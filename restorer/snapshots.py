@@ -37,7 +37,7 @@ from restorer import chunks, holds, objects, signatures
 from restorer.errors import SnapshotError
 from restorer.files import allocated, disk_space, fsync, write_durable
 from restorer.holds import Hold, Users
-from restorer.integrity import MANIFEST, Fault, differences, named, shape, strangers, verify_files
+from restorer.integrity import MANIFEST, Fault, differences, is_sparse, listing, shape, strangers, verify_files
 from restorer.partial import PREFIX, Partial
 from restorer.stamps import SETTLE_NS, Stamps
 from restorer.trees import capture_tree, lay_tree
@@ -134,7 +134,7 @@ class SnapshotStore:
             written = sum(min(size, allocated(staging.path / name)) for name, size in found.items())
             objects.seal(staging.path, found)
             cutter = chunks.Cutter()
-            hashes = self._stamps.sha256_all((staging.path / name for name in found), tap=cutter.tap)
+            hashes = self._stamps.sha256_all((staging.path / name for name in found), tap=cutter.tap, sparse=True)
             described = tuple(
                 objects.described(staging.path, name, size, hashes[staging.path / name]) for name, size in found.items()
             )
@@ -161,16 +161,16 @@ class SnapshotStore:
         Raises:
             Environment: the disk is full. SnapshotError: something is not what the manifest says.
         """
+        items = manifest.objects
         with disk_space("committing a pulled snapshot", self.root):
             write_durable(partial.path / chunks.FILE, listed)
-            objects.seal(
-                partial.path, {item.path: item.bytes for item in manifest.objects}, {i.path: i.mode for i in manifest.objects}
-            )
-            faults = [*strangers(partial.path, manifest)]
-            faults += [fault for item in named(manifest) if (fault := shape(partial.path, item)) is not None]
+            objects.seal(partial.path, {item.path: item.bytes for item in items}, {item.path: item.mode for item in items})
+            faults = [*strangers(partial.path, manifest), *filter(None, (listing(partial.path, manifest, full=True),))]
+            faults += [fault for item in items if (fault := shape(partial.path, item)) is not None]
             if not faults:
-                wanted = {str(partial.path / item.path): (item.path, item.sha256) for item in named(manifest)}
-                faults += differences(wanted, self._stamps.sha256_all(map(Path, wanted)))
+                wanted = {str(partial.path / item.path): (item.path, item.sha256) for item in items}
+                found = self._stamps.sha256_all(map(Path, wanted), sparse=is_sparse(manifest))
+                faults += differences(wanted, found)
             if faults:
                 raise SnapshotError(f"what was pulled is not snapshot {manifest.id}: " + "; ".join(map(str, faults[:5])))
             self._publish(partial, manifest, sign=False)
@@ -217,20 +217,20 @@ class SnapshotStore:
         """
         manifest = snapshot if isinstance(snapshot, Manifest) else self.load(snapshot)
         folder = self.root / manifest.id
-        faults = [*strangers(folder, manifest)]
+        faults = [*strangers(folder, manifest), *filter(None, (listing(folder, manifest, full=full),))]
         sound = []
-        for item in named(manifest):
+        for item in manifest.objects:
             fault = shape(folder, item)
-            if fault is not None:
-                faults.append(fault)
-            elif full or item.path != chunks.FILE:  # no restore reads the list, so none waits for its hash
+            if fault is None:
                 sound.append(item)
+            else:
+                faults.append(fault)
         if full:
             for item in sound:
                 self._stamps.forget(folder / item.path)
         sizes = {folder / item.path: item.bytes for item in sound}
         meter = _Meter(sizes, progress)
-        hashes = self._stamps.sha256_all(sizes, progress=meter.done)
+        hashes = self._stamps.sha256_all(sizes, progress=meter.done, sparse=is_sparse(manifest))
         faults += differences({str(folder / item.path): (item.path, item.sha256) for item in sound}, hashes)
         return faults
 

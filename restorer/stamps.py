@@ -79,12 +79,14 @@ class Stamps:
         *,
         progress: Callable[[Path], None] | None = None,
         tap: Callable[[Path], Tap] | None = None,
+        sparse: bool = False,
     ) -> dict[Path, str | OSError]:
         """:meth:`sha256` of many files, in parallel; a file that cannot be read has its error for a value.
 
         Args:
             progress: told each file that is done.
             tap: asked for each file for who is told what is read of it; every file is then read, known or not.
+            sparse: hash as :class:`restorer.files.SparseHash` does. What is known of a file is known in one of the two ways.
         """
         done: dict[Path, str | OSError] = {}
         folders: dict[str, str] = {}
@@ -92,7 +94,7 @@ class Stamps:
         for path in asked if tap is None else ():
             # Nearly all are known on the way to a first token, and a thread for each would cost more than asking.
             with contextlib.suppress(OSError):
-                found = self._remembered(*_located(path, folders))
+                found = self._remembered(*_located(path, folders), sparse)
                 if found is not None:
                     done[path] = found
                     if progress is not None:
@@ -100,7 +102,7 @@ class Stamps:
         unknown = [path for path in asked if path not in done]
         if unknown:
             with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-                jobs = {pool.submit(self._outcome, path, tap): path for path in unknown}
+                jobs = {pool.submit(self._outcome, path, tap, sparse): path for path in unknown}
                 for job in concurrent.futures.as_completed(jobs):
                     done[jobs[job]] = job.result()
                     if progress is not None:
@@ -133,28 +135,28 @@ class Stamps:
             with contextlib.suppress(OSError):
                 write_durable(self._path, _seal(self._key, marks) + b"\n" + marks, 0o600)
 
-    def _outcome(self, path: Path, tap: Callable[[Path], Tap] | None) -> str | OSError:
+    def _outcome(self, path: Path, tap: Callable[[Path], Tap] | None, sparse: bool) -> str | OSError:
         try:
-            return self._sha256(path, tap)
+            return self._sha256(path, tap, sparse)
         except OSError as error:
             return error
 
-    def _sha256(self, path: Path, tap: Callable[[Path], Tap] | None = None) -> str:
+    def _sha256(self, path: Path, tap: Callable[[Path], Tap] | None = None, sparse: bool = False) -> str:
         real = os.path.realpath(path, strict=True)
         if tap is not None:
-            return self._hash(real, tap(path))
-        return self._remembered(real, os.stat(real, follow_symlinks=False)) or self._hash(real)
+            return self._hash(real, tap(path), sparse)
+        return self._remembered(real, os.stat(real, follow_symlinks=False), sparse) or self._hash(real, None, sparse)
 
-    def _remembered(self, real: str, found: os.stat_result) -> str | None:
+    def _remembered(self, real: str, found: os.stat_result, sparse: bool) -> str | None:
         facts = _facts(found)
         with self._lock:
             mark = self._marks.pop(real, None)
-            if mark is None or any(mark[field] != facts[field] for field in _FIELDS):
+            if mark is None or mark.get("sparse", False) != sparse or any(mark[field] != facts[field] for field in _FIELDS):
                 return None
             self._marks[real] = mark  # now the most recently used
             return str(mark["sha256"])
 
-    def _hash(self, real: str, tap: Tap | None = None) -> str:
+    def _hash(self, real: str, tap: Tap | None, sparse: bool) -> str:
         fd = os.open(real, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             # First, so that a mark never outlives its data in a power cut, and so that a page that somebody has mapped
@@ -162,13 +164,13 @@ class Stamps:
             _flush(fd)
             begun_ns = time.time_ns()
             before = _facts(os.fstat(fd))
-            digest = hash_fd(fd, tap)
+            digest = hash_fd(fd, tap, sparse=sparse)
             if _facts(os.fstat(fd)) != before:
                 raise OSError(errno.EBUSY, "was written while it was hashed", real)
         finally:
             os.close(fd)
         if before["ctime_ns"] + SETTLE_NS < begun_ns:
-            self._remember(real, {**before, "sha256": digest})
+            self._remember(real, {**before, "sha256": digest, **({"sparse": True} if sparse else {})})
         return digest
 
     def _remember(self, real: str, mark: dict[str, Any]) -> None:

@@ -16,9 +16,8 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from policies import compat
 from policies.tasks import MAX_LOG_BYTES, Task, TaskKind, TaskState
-from restorer import profile, transfer
+from restorer import explain, transfer
 from restorer.catalog import chosen
 from restorer.errors import RestorerError
 from restorer.host import Host, log
@@ -69,9 +68,9 @@ async def _explain(host: Host, task: Task, work: Work) -> Result:
         name = manifest.profile.model
         if name not in host.config.models:
             raise Failed(f"the configuration has no model {name!r}, which {manifest.id} is a snapshot of")
-        here = profile.resolve(name, host.config.models[name], host.stamps)
-        found = compat.mismatches(manifest, here, host.facts)
-        quarantined = host.snapshots.verdicts.standing(manifest.id).quarantined
+        (explained,) = explain.explain(host, manifest.id, {})
+        (one,) = explained.snapshots
+        found, quarantined = one.reasons, one.quarantined
         said = "fits this host" if not found else f"does not fit this host: {len(found)} mismatch{'es' * (len(found) != 1)}"
         said += f"; it is quarantined: {quarantined}" if quarantined else ""
         return f"{manifest.id} {said}", {
@@ -80,6 +79,8 @@ async def _explain(host: Host, task: Task, work: Work) -> Result:
             "fits": not found and quarantined is None,
             "quarantined": quarantined,
             "mismatches": [mismatch._asdict() for mismatch in found],
+            "signature": one.signature,
+            "allowed": [mismatch._asdict() for mismatch in one.allowed],
             "made": {"host": manifest.host.hostname, "ms": manifest.created_ms, "cold_start_s": manifest.cold_start_s},
         }
 

@@ -43,23 +43,34 @@ class Vllm(HttpEngine):
 
     @property
     def apart(self) -> bool:
-        return self.gpus > 0 and self.model.engine.gpu.weights == "apart"
+        return self.gpus > 0 and self.model.engine.gpu.weights == "apart" and self.model.engine.backend == "criu"
+
+    @property
+    def tells_weights(self) -> bool:
+        return self._extended
+
+    @property
+    def _extended(self) -> bool:
+        """Our class is in its workers."""
+        return self.apart or (self.sleeps and self.gpus > 0)
 
     def argv(self) -> tuple[str, ...]:
         command = self.model.engine.command
-        if not self.apart:
-            return command
-        wanted = (("--enable-sleep-mode",), ("--worker-extension-cls", self.EXTENSION))
+        wanted: list[tuple[str, ...]] = []
+        if self.apart or self.sleeps:
+            wanted.append(("--enable-sleep-mode",))
+        if self._extended:
+            wanted.append(("--worker-extension-cls", self.EXTENSION))
         given = {word.partition("=")[0] for word in command}
         return (*command, *(word for option in wanted if option[0] not in given for word in option))
 
     def settings(self) -> dict[str, str]:
         # The routes to sleep and to reach the workers are there in the server's development mode only; none leads outside.
-        return {"VLLM_SERVER_DEV_MODE": "1", **super().settings()} if self.apart else super().settings()
+        return {"VLLM_SERVER_DEV_MODE": "1", **super().settings()} if self.apart or self.sleeps else super().settings()
 
     def environment(self, private: Path, visible: Sequence[int] = ()) -> dict[str, str]:
         found = super().environment(private, visible)
-        if self.apart:
+        if self._extended:
             found["PYTHONPATH"] = os.pathsep.join(filter(None, (str(INSIDE), found.get("PYTHONPATH"))))
         return found
 
@@ -79,6 +90,27 @@ class Vllm(HttpEngine):
             # Whatever else a version puts to sleep.
             expect(await self.post(client, "/wake_up", None, _SLEEP_S))
             await self._until(client, asleep=False)
+
+    async def doze(self, client: httpx.AsyncClient, level: int) -> None:
+        if await self._asleep(client) is None:
+            raise SnapshotError(
+                "this vLLM has no route /is_sleeping: it is too old to sleep, or its command turns the routes off"
+            )
+        await self.quiesce(client)
+        expect(await self.post(client, f"/sleep?level={level}", None, _SLEEP_S))
+        await self._until(client, asleep=True)
+
+    async def rouse(self, client: httpx.AsyncClient, level: int) -> None:
+        if level == 2:
+            expect(await self.post(client, "/wake_up?tags=weights", None, _SLEEP_S))
+            # What is there now is whatever the memory held.
+            seconds = self.model.engine.ready_timeout_s
+            expect(await self.post(client, "/collective_rpc", {"method": "reload_weights", "timeout": seconds}, seconds))
+            expect(await self.post(client, "/wake_up?tags=kv_cache", None, _SLEEP_S))
+        else:
+            expect(await self.post(client, "/wake_up", None, _SLEEP_S))
+        await self._until(client, asleep=False)
+        await self.quiesce(client)
 
     async def describe_weights(self, client: httpx.AsyncClient) -> list[tuple[Allocation, ...]]:
         if await self._asleep(client) is None:
@@ -143,7 +175,10 @@ class Vllm(HttpEngine):
         """With a salt of its own, so that no cached prefix is used: a shorter prefill may round differently."""
         return {**body, "cache_salt": secrets.token_hex(16)}
 
-    def request(self, prompt: str, tokens: int) -> tuple[str, Body]:
+    def prompt(self, length: int, serial: int) -> str | list[int]:
+        return self.tokens(length, serial)
+
+    def request(self, prompt: str | list[int], tokens: int) -> tuple[str, Body]:
         path, body = super().request(prompt, tokens)
         return path, {**body, "return_token_ids": True}
 

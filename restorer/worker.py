@@ -260,7 +260,7 @@ class Worker:
         )
         counted = host.tally.take()
         try:
-            await host.jobs.report(report, counted)
+            await host.jobs.report(report, counted, await asyncio.to_thread(host.facts_now))
         except BaseException:
             host.tally.put_back(counted)
             raise

@@ -143,7 +143,7 @@ class Matrix:
             "gpu": gpu,
             "ready_timeout_s": 10,
         }
-        model = {"engine": engine, "canary": {"max_tokens": 4, "prompts": ["one"], "timeout_s": 4}, "queue_timeout_s": 40}
+        model = {"engine": engine, "canary": {"max_tokens": 4, "prompts": ["one"], "timeout_s": 4}}
         more = {"gpu_helper": helper, "failure_backoff_s": 0.2, "criu_timeout_s": _TOOL_S, "parallel_starts": 1}
         self.system = Installation(folder, network(20), {MODEL: model}, **more)
         self._wrap()

@@ -4,7 +4,8 @@ its sleep throws away, and answers that depend on every byte of them.
 ``python e2e_gpu_engine.py PORT HOLD [--seed N] [--no-cuda] [--deaf] [vLLM's options for sleep]``. While HOLD-garble exists,
 what it takes in as weights is wrong by one bit, while HOLD-stale exists, the last run of it is left out; while HOLD-misaligned
 exists, it says what broken GPU state makes engines say; while HOLD-full exists, it finds the disk full; while HOLD-unmappable
-exists, it cannot map others' device memory. With --deaf it has no routes for sleep.
+exists, it cannot map others' device memory; while HOLD-oversleep exists, it does not wake.
+With --deaf it has no routes for sleep.
 """
 
 from __future__ import annotations
@@ -71,12 +72,12 @@ class HostMemory:
         data = b"".join(os.pread(fd, size, 0) for fd, size in zip(fds, sizes, strict=True))
         for fd in fds:
             os.close(fd)
-        self._fill(data, runs)
+        self.fill(data, runs)
 
     def read_from(self, files: list[tuple[str, int]], runs: list[tuple[int, int]]) -> None:
-        self._fill(b"".join(Path(path).read_bytes()[:count] for path, count in files), runs)
+        self.fill(b"".join(Path(path).read_bytes()[:count] for path, count in files), runs)
 
-    def _fill(self, data: bytes, runs: list[tuple[int, int]]) -> None:
+    def fill(self, data: bytes, runs: list[tuple[int, int]]) -> None:
         if Path(self._hold + "-garble").exists():
             data = bytes([data[0] ^ 1]) + data[1:]
         for number, block in enumerate(self._blocks):
@@ -89,8 +90,9 @@ class HostMemory:
 def work(pipe: Connection, seed: str, hold: str, extension_name: str, cuda: bool) -> None:
     """The process that has the weights."""
     blocks = [mmap.mmap(-1, size) for size in SIZES]
-    for number, block in enumerate(blocks):
-        block[:] = hashlib.shake_256(f"{seed} {number}".encode()).digest(len(block))
+    original = [hashlib.shake_256(f"{seed} {number}".encode()).digest(size) for number, size in enumerate(SIZES)]
+    for block, data in zip(blocks, original, strict=True):
+        block[:] = data
     worker: Any = None
     if extension_name:
         module, _, name = extension_name.rpartition(".")
@@ -106,12 +108,17 @@ def work(pipe: Connection, seed: str, hold: str, extension_name: str, cuda: bool
             content = hashlib.sha256(b"".join(bytes(block) for block in blocks)).hexdigest()
             pipe.send(hashlib.sha256(f"{arguments} {content}".encode()).hexdigest())
         elif method == "sleep":
-            for block in blocks:
+            for block in blocks if arguments != "1" else ():
                 block[:] = bytes(len(block))
-            cuda_state(STATE_BYTES)
+            if cuda:
+                cuda_state(STATE_BYTES)
             pipe.send(None)
         elif method == "wake":
-            cuda_state(awake if arguments != ["weights"] else STATE_BYTES + sum(SIZES))
+            if cuda:
+                cuda_state(awake if arguments != ["weights"] else STATE_BYTES + sum(SIZES))
+            pipe.send(None)
+        elif method == "reload_weights":
+            HostMemory(None, blocks, hold).fill(b"".join(original), [])
             pipe.send(None)
         else:
             pipe.send(getattr(worker, method)(*arguments))
@@ -140,15 +147,18 @@ class Handler(http.server.BaseHTTPRequestHandler):
         url = urllib.parse.urlsplit(self.path)
         query = urllib.parse.parse_qs(url.query)
         if url.path == "/sleep":
-            self.ask("sleep", None)
+            self.ask("sleep", query.get("level", ["1"])[0])
             self.asleep.update({"weights", "kv_cache"})
             self._reply({})
         elif url.path == "/wake_up":
+            if Path(self.hold + "-oversleep").exists():
+                self._reply({"error": "out of memory"}, 500)
+                return
             self.ask("wake", query.get("tags"))
             self.asleep.difference_update(query.get("tags", ["weights", "kv_cache"]))
             self._reply({})
         elif url.path == "/collective_rpc":
-            self._reply({"results": [self.ask(body["method"], body["args"])]})
+            self._reply({"results": [self.ask(body["method"], body.get("args", []))]})
         elif url.path == "/reset_prefix_cache":
             self._reply({"success": True})
         elif self.asleep:

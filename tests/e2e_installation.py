@@ -28,6 +28,7 @@ WRAPPER = """#!/bin/sh
 # Notes what CRIU is asked to do, and holds it as long as a test wants.
 echo "$1" >> {folder}/criu.calls
 while [ -e {folder}/hold-before-$1 ]; do sleep 0.05; done
+[ -e {folder}/fail-$1 ] && exit 1
 {criu} "$@"
 status=$?
 [ -e {folder}/hold-after-$1 ] && echo "$1-done" >> {folder}/criu.calls

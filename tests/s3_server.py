@@ -84,7 +84,8 @@ async def _front(server: S3, moto: ThreadedMotoServer, started: threading.Event,
             if fault == "503":
                 return web.Response(status=503)
             if fault == "stall":
-                await asyncio.sleep(3600)
+                await asyncio.shield(ended)
+                return web.Response(status=503)
             if fault == "reset":
                 assert request.transport is not None
                 request.transport.abort()

@@ -62,7 +62,7 @@ def test_the_shortest_file_is_safe_by_default() -> None:
         (document({"engine": {"kind": "http", "command": []}}), "models.m.engine.command: Tuple should have at least 1 item"),
         (
             document({"engine": {"kind": "x", "command": ["/x"]}}),
-            "models.m.engine.kind: Input should be 'llama-server', 'vllm', 'sglang' or 'http'",
+            "models.m.engine.kind: Input should be 'llama-server', 'vllm', 'sglang', 'tensorrt-llm' or 'http'",
         ),
         (
             document({"hold": {"max_bytes": "64 MB/s"}}),

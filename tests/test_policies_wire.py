@@ -85,5 +85,5 @@ def test_restore_case_77_every_start_is_labelled() -> None:
     replica = Replica(id="m#0", model="m", state="admitted", fence=1, start="cold", reason="no snapshot fits")
     again = Replica.model_validate_json(replica.model_dump_json())
     assert (again.start, again.reason) == ("cold", "no snapshot fits")
-    with pytest.raises(ValueError, match="'restored', 'resumed' or 'cold'"):
+    with pytest.raises(ValueError, match="'restored', 'resumed', 'woken' or 'cold'"):
         Replica(id="m#0", model="m", state="admitted", fence=1, start="warm")

@@ -139,3 +139,29 @@ def test_what_a_killed_tool_left_frozen_is_let_go(tmp_path: Path) -> None:
     cgroups.thaw("rewake/abc", tmp_path)
     assert (tmp_path / "freezer/rewake/abc/freezer.state").read_text() == "THAWED"
     assert (tmp_path / "unified/rewake/abc/cgroup.freeze").read_text() == "0"
+
+
+def test_restore_case_46_who_was_restored_elsewhere_is_put_into_its_own_group(tmp_path: Path) -> None:
+    for hierarchy in ("memory", "pids"):
+        (tmp_path / hierarchy / "rewake/abc").mkdir(parents=True)
+        (tmp_path / hierarchy / "rewake/abc/cgroup.procs").write_text("")
+    born = [[7], [7, 8], [7, 8]]
+
+    def pids() -> list[int]:
+        """A second one is born meanwhile; unlike these files, the kernel's keep who is in already."""
+        for file in tmp_path.glob("*/rewake/abc/cgroup.procs"):
+            members.setdefault(file, set()).update(map(int, file.read_text().split()))
+            file.write_text(" ".join(map(str, members[file])))
+        return born.pop(0) if len(born) > 1 else born[0]
+
+    members: dict[Path, set[int]] = {}
+    cgroups.gather("rewake/abc", pids, tmp_path)
+    assert list(members.values()) == [{7, 8}, {7, 8}]
+
+
+def test_who_cannot_be_put_into_its_group_fails_the_restore(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "memory/rewake/abc").mkdir(parents=True)
+    (tmp_path / "memory/rewake/abc/cgroup.procs").symlink_to("/dev/null")
+    monkeypatch.setattr(cgroups, "_GATHER_S", 0.05)
+    with pytest.raises(Environment, match=r"processes \[7\] cannot be put into control group rewake/abc"):
+        cgroups.gather("rewake/abc", lambda: [7], tmp_path)

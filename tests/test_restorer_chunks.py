@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from restorer import chunks
-from restorer.chunks import HOLE_BYTES, MAX_BYTES, MIN_BYTES, PAGE, Chunk, Chunker
+from restorer.chunks import MAX_BYTES, MIN_BYTES, Chunk, Chunker
 from restorer.errors import SnapshotError
-from restorer.files import data_extents, hash_fd, hash_file
+from restorer.files import HOLE_BYTES, PAGE, data_extents, hash_fd, hash_file
 
 
 def cut(path: Path) -> tuple[Chunk, ...]:

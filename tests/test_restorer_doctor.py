@@ -9,11 +9,12 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import certificates
 import pytest
 from conftest import require_root
 from processes import alive, mode
 
-from policies.config import Config, parse
+from policies.config import Config, Tls, parse
 from restorer import doctor, probes
 from restorer.probes import Finding
 
@@ -231,3 +232,22 @@ async def test_a_gpu_is_named_by_nvidia_smi(tmp_path: Path, monkeypatch: pytest.
     assert (finding.ok, finding.found) == ("ok", "driver 580.95.05; NVIDIA H200, 143771 MiB")
     script(tmp_path / "nvidia-smi", "echo 'No devices were found'; exit 6")
     assert (await probes.gpu(tmp_path / "version")).found == "nvidia-smi: No devices were found"
+
+
+def test_the_pair_of_tls_must_fit_and_last(tmp_path: Path) -> None:
+    one, other = certificates.make(tmp_path, "one"), certificates.make(tmp_path, "other")
+
+    def look(certificate: Path, key: Path) -> Finding:
+        return doctor.tls(Tls(certificate=str(certificate), key=str(key)))
+
+    # It is made for two days.
+    found = look(one.certificate, one.key)
+    assert (found.name, found.ok, found.remedy) == ("tls", "warn", "renew it: new files are taken up within seconds")
+    wrong = look(one.certificate, other.key)
+    assert (wrong.ok, "are no pair" in wrong.found) == ("fail", True)
+    missing = look(tmp_path / "none.pem", one.key)
+    assert missing.ok == "fail"
+    assert "mend gateway.tls" in missing.remedy
+    garbled = tmp_path / "garbled.pem"
+    garbled.write_text("no PEM")
+    assert look(garbled, one.key).ok == "fail"

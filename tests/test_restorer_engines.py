@@ -22,7 +22,7 @@ from restorer import engine as base
 from restorer.engines import ENGINES, HttpEngine, adapter
 from restorer.errors import EngineNotReady, SnapshotError
 
-KINDS = ["http", "llama-server", "vllm", "sglang"]
+KINDS = ["http", "llama-server", "vllm", "sglang", "tensorrt-llm"]
 LLAMA_SERVER = os.environ.get("REWAKE_LLAMA_SERVER") or shutil.which("llama-server")
 GGUF = os.environ.get("REWAKE_MODEL")
 
@@ -48,6 +48,9 @@ def test_the_command_is_the_operators_and_the_environment_is_minimal(monkeypatch
         engine = adapter("m", model(kind))
         assert engine.argv() == ("/bin/engine", "--x")
         environment = engine.environment(Path("/private"))
+        if kind == "tensorrt-llm":
+            assert environment.pop("TLLM_NCCL_SYMMETRIC_ZERO_COPY") == "0"
+            assert environment.pop("UCX_TLS") == "tcp,self"
         assert environment == {"PATH": base.PATH, "LANG": "C.UTF-8", "HOME": "/mine", "TMPDIR": "/private/tmp", "A": "1"}
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
+import json
 import os
 import pty
 import signal
@@ -18,6 +20,7 @@ from typing import Any
 import pytest
 from conftest import eventually, require_root
 
+import rewake
 from restorer.errors import EngineDied
 from restorer.inventory import Finding, examine, mapped_files, numbers, tree
 from restorer.sockets import Socket, sockets_of
@@ -309,3 +312,31 @@ def test_socket_tables_are_read_as_the_kernel_writes_them(tmp_path: Path) -> Non
     assert str(found[12]) == "tcp ::1:80 -> 18.198.0.2:49155 ESTABLISHED"
     assert sorted(one.state for inode, one in found.items() if inode < 0) == ["CLOSE_WAIT", "TIME_WAIT"]
     assert [found[inode].state for inode in (13, 14, 15)] == ["LISTEN", "ESTABLISHED", "OTHER"]
+
+
+def test_what_waits_for_a_device_is_noted_and_what_is_traced_is_fatal(tmp_path: Path) -> None:
+    process = tmp_path / "42"
+    for folder in ("fd", "task/42", "task/43"):
+        (process / folder).mkdir(parents=True)
+    (process / "task/42/status").write_text("State:\tD (disk sleep)\nTracerPid:\t0\n")
+    (process / "task/43/status").write_text("State:\tt (tracing stop)\nTracerPid:\t7\n")
+    traced, waiting = examine(42, proc_root=tmp_path)
+    assert (traced.code, traced.severity, traced.what) == ("traced", "fatal", "thread 43 is traced by process 7")
+    assert (waiting.code, waiting.severity) == ("uninterruptible", "note")
+    assert waiting.what.startswith("thread 42 waits for a device")
+
+
+async def test_inspecting_a_process_names_what_is_in_the_way_and_exits_with_1(
+    start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "rewake.yaml"
+    config.write_text("models: {m: {engine: {kind: http, command: [/bin/true]}}}\n")
+    fine = await start("kept = open(os.devnull)")
+    assert await asyncio.to_thread(rewake.main, ["snapshot", "inspect", str(fine), "-c", str(config)]) == 0
+    assert "fatal" not in capsys.readouterr().out
+    pid = await start("timer = ctypes.CDLL(None).timerfd_create(9, 0); assert timer >= 0")
+    assert await asyncio.to_thread(rewake.main, ["snapshot", "inspect", str(pid), "-c", str(config), "--json"]) == 1
+    (finding,) = json.loads(capsys.readouterr().out)
+    assert (finding["code"], finding["severity"], finding["pid"]) == ("timer", "fatal", pid)
+    assert await asyncio.to_thread(rewake.main, ["snapshot", "inspect", "m", "-c", str(config)]) == 2
+    assert "no replica of m runs on this host" in capsys.readouterr().err

@@ -59,7 +59,7 @@ async def test_a_stop_that_was_given_up_half_way_can_be_asked_for_again(store: A
     # Any process that runs on: what is watched is its end.
     engine = await asyncio.create_subprocess_exec("sleep", "60")
     try:
-        replicas.adopt(SimpleNamespace(box=box, pid=engine.pid, engine=SimpleNamespace(gpus=0)), record)  # type: ignore[arg-type]
+        replicas.adopt(SimpleNamespace(box=box, pid=engine.pid, engine=SimpleNamespace(gpus=0, sleeps=False)), record)  # type: ignore[arg-type]
         first = asyncio.create_task(replicas.stop("m#0", "one", reason="scaled down"))
 
         async def draining() -> bool:
@@ -99,7 +99,7 @@ class Place:
         box: Any = SimpleNamespace(id=f"box-{model}", remember=lambda **_: None)
         record = Replica(id=f"{model}#0", model=model, host="host-a", incarnation=box.id, state=State.ADMITTED, fence=1)
         await self.jobs.write(record)
-        instance: Any = SimpleNamespace(box=box, pid=self.engine.pid, engine=SimpleNamespace(gpus=0))
+        instance: Any = SimpleNamespace(box=box, pid=self.engine.pid, engine=SimpleNamespace(gpus=0, sleeps=False))
         self.replicas.adopt(instance, record)
         return record
 

@@ -17,7 +17,7 @@ from processes import mode, owned, tcp_listeners, uid_of
 
 from restorer import embedded, rundir
 from restorer.errors import Environment
-from restorer.rundir import Account
+from restorer.rundir import Account, Address
 from restorer.supervisor import Supervisor
 
 NOBODY = Account("nobody", pwd.getpwnam("nobody").pw_uid, pwd.getpwnam("nobody").pw_gid)
@@ -212,3 +212,27 @@ async def test_a_store_that_does_not_answer_is_named_without_its_password(tmp_pa
 def test_a_run_folder_too_deep_for_a_socket_is_refused(place: Path) -> None:
     with pytest.raises(Environment, match="too long for a socket's path; set run_dir"):
         embedded.child(place / ("x" * 90), None)
+
+
+def test_the_address_of_what_runs_is_found_also_when_its_run_folder_was_changed(tmp_path: Path) -> None:
+    run_dir, state_dir, elsewhere = (tmp_path / name for name in ("run", "state", "elsewhere"))
+    for folder in (run_dir, state_dir, elsewhere):
+        folder.mkdir()
+    at = Address(url="https://127.0.0.1:8443", certificate="/c.pem", run_dir=str(run_dir))
+    with rundir.lock(run_dir):
+        rundir.announce(at, state_dir)
+        assert rundir.address(run_dir, state_dir) == at
+        assert rundir.address(elsewhere, state_dir) == at
+        assert rundir.address(elsewhere, elsewhere) is None
+        (run_dir / "up.json").write_text("{")
+        assert rundir.address(run_dir, state_dir) == at
+    # Its files are left when it was killed; its lock is not.
+    assert rundir.address(run_dir, state_dir) is None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a file away")
+def test_an_address_that_somebody_else_wrote_is_not_believed(tmp_path: Path) -> None:
+    with rundir.lock(tmp_path):
+        rundir.announce(Address(url="http://127.0.0.1:1", run_dir=str(tmp_path)), tmp_path)
+        os.chown(tmp_path / "up.json", 12345, 12345)
+        assert rundir.address(tmp_path, tmp_path) is None

@@ -16,6 +16,7 @@ import pytest
 from policies.manifest import Exchange, HostFacts, Manifest, MappedFile, Profile, canonical
 from restorer import files, objects
 from restorer import snapshots as module
+from restorer.elf import build_id
 from restorer.errors import Environment, SnapshotError
 from restorer.files import allocated, hash_file
 from restorer.snapshots import Fault, SnapshotStore, Staging, capture_tree, lay_tree, verify_files
@@ -100,7 +101,7 @@ def test_a_committed_snapshot_is_named_by_its_content_and_read_only(store: Snaps
         "scratch/0/tree.json",
     ]
     for item in manifest.objects:
-        assert item.sha256 == hash_file(folder / item.path)
+        assert item.sha256 == hash_file(folder / item.path, sparse=True)
         assert stat.S_IMODE((folder / item.path).stat().st_mode) == 0o400
     assert store.load(manifest.id) == manifest == store.load(manifest.id[:3])
     assert list(store.list()) == [manifest]
@@ -118,7 +119,7 @@ def test_restore_case_31_nothing_is_written_twice(store: SnapshotStore) -> None:
 
 def test_the_first_verification_after_a_commit_reads_nothing(store: SnapshotStore, monkeypatch: pytest.MonkeyPatch) -> None:
     manifest = committed(store)
-    monkeypatch.setattr("restorer.stamps.hash_fd", lambda *_: pytest.fail("a file was read"))
+    monkeypatch.setattr("restorer.stamps.hash_fd", lambda *_, **__: pytest.fail("a file was read"))
     assert store.verify(manifest.id, full=False) == []
 
 
@@ -139,7 +140,7 @@ def test_restore_case_25_a_truncated_object_is_named_without_reading_it(
     store: SnapshotStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest = committed(store)
-    monkeypatch.setattr("restorer.stamps.hash_fd", lambda *_: pytest.fail("a file was read"))
+    monkeypatch.setattr("restorer.stamps.hash_fd", lambda *_, **__: pytest.fail("a file was read"))
     os.truncate(store.folder(manifest.id) / "images/pages-1.img", (4 << 20) - 4096)
     assert store.verify(manifest.id, full=False) == [Fault("images/pages-1.img", f"{4 << 20} bytes", f"{(4 << 20) - 4096} bytes")]
 
@@ -156,8 +157,7 @@ def test_only_a_full_verification_reads_what_is_believed_unchanged(store: Snapsh
     assert [f.path for f in store.verify(manifest.id, full=True, progress=lambda *at: seen.append(at))] == [
         "images/core-1000.img"
     ]
-    assert manifest.chunks is not None
-    total = sum(item.bytes for item in manifest.objects) + manifest.chunks.bytes
+    total = sum(item.bytes for item in manifest.objects)
     assert seen[-1] == (total, total)
     assert seen == sorted(seen)
 
@@ -190,8 +190,10 @@ def test_a_snapshot_of_the_first_format_is_read_as_it_was(store: SnapshotStore) 
     """It has no list of chunks; its name is the hash of the same bytes as ever."""
     manifest = committed(store)
     folder = store.folder(manifest.id)
-    older = manifest.model_copy(update={"format": 1, "chunks": None})
+    plain = tuple(item.model_copy(update={"sha256": hash_file(folder / item.path)}) for item in manifest.objects)
+    older = manifest.model_copy(update={"format": 1, "chunks": None, "objects": plain})
     assert b"chunks" not in canonical(older)
+    assert [a.path for a, b in zip(plain, manifest.objects, strict=True) if a.sha256 == b.sha256] == []
     for name in ("manifest.json", "chunks"):
         (folder / name).unlink()
     (folder / "manifest.json").write_bytes(canonical(older))
@@ -345,6 +347,29 @@ def test_restore_case_15_a_changed_binary_or_library_is_refused_by_name(tmp_path
     assert set(faults) == {"libm.so", "weights.gguf", "gone"}
     assert faults["weights.gguf"][1:] == ("1200 bytes", "1201 bytes")
     assert faults["gone"].found == "No such file or directory"
+
+
+def test_restore_case_17_a_library_of_another_driver_is_refused_and_both_versions_are_named(tmp_path: Path) -> None:
+    stamps = Stamps(tmp_path / "stamps.json")
+    old, new = tmp_path / "libEGL_nvidia.so.560.35.03", tmp_path / "libEGL_nvidia.so.580.1"
+    old.write_bytes(b"old")
+    manifest = draft(files=(MappedFile(path=str(old), bytes=3, sha256=stamps.sha256(old)),))
+    old.rename(new)
+    (fault,) = verify_files(manifest, stamps)
+    assert fault.path == str(old)
+    assert fault.found == "No such file or directory; there is libEGL_nvidia.so.580.1"
+
+
+def test_a_library_that_changed_is_named_with_its_builds(tmp_path: Path) -> None:
+    stamps = Stamps(tmp_path / "stamps.json")
+    library = tmp_path / "engine"
+    data = Path("/bin/sh").read_bytes()
+    library.write_bytes(data)
+    build = build_id(library)
+    manifest = draft(files=(MappedFile(path=str(library), bytes=len(data), sha256=stamps.sha256(library), build_id=build),))
+    library.write_bytes(b"other")
+    (fault,) = verify_files(manifest, stamps)
+    assert (fault.expected, fault.found) == (f"{len(data)} bytes, build {build}", "5 bytes, build none")
 
 
 def listing(root: Path) -> dict[str, tuple[object, ...]]:

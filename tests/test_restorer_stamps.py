@@ -36,9 +36,9 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     inodes: list[int] = []
     real = module.hash_fd
 
-    def spy(fd: int, tap: module.Tap | None = None) -> str:
+    def spy(fd: int, tap: module.Tap | None = None, *, sparse: bool = False) -> str:
         inodes.append(os.fstat(fd).st_ino)
-        return real(fd, tap)
+        return real(fd, tap, sparse=sparse)
 
     monkeypatch.setattr(module, "hash_fd", spy)
     return inodes
@@ -78,6 +78,55 @@ def test_hash_file_counts_holes_as_zeros(tmp_path: Path) -> None:
         file.truncate((7 << 20) + 13)
     assert allocated(path) < 1 << 20
     assert hash_file(path) == sha(path.read_bytes())
+
+
+def test_a_sparse_hash_depends_on_the_content_alone(tmp_path: Path) -> None:
+    page = os.urandom(4096)
+    contents = [
+        b"",
+        bytes(4096),
+        bytes(1 << 20),
+        page,
+        page + bytes(4096),
+        bytes(4096) + page,
+        page + bytes(64 << 10) + page,
+        page + bytes((64 << 10) + 4096) + page,
+        page + bytes(1 << 20) + page,
+        page + bytes(2 << 20) + page,
+        page + page,
+        page + bytes(1 << 20) + b"tail",
+    ]
+    found = []
+    for content in contents:
+        (tmp_path / "dense").write_bytes(content)
+        with (tmp_path / "sparse").open("wb") as file:
+            for at in range(0, len(content), 4096):
+                if any(content[at : at + 4096]):
+                    file.seek(at)
+                    file.write(content[at : at + 4096])
+            file.truncate(len(content))
+        found.append(hash_file(tmp_path / "dense", sparse=True))
+        assert hash_file(tmp_path / "sparse", sparse=True) == found[-1]
+    assert len(set(found)) == len(contents)
+
+
+def test_a_sparse_hash_of_20_gb_of_holes_is_a_moment(tmp_path: Path) -> None:
+    with (tmp_path / "f").open("wb") as file:
+        file.write(b"begin")
+        file.truncate(20_000_000_000)
+    began = time.process_time()
+    hash_file(tmp_path / "f", sparse=True)
+    assert time.process_time() - began < 1
+
+
+def test_what_is_known_of_a_file_is_known_in_one_way(tmp_path: Path, hashed: list[int]) -> None:
+    stamps, path = Stamps(tmp_path / "stamps.json"), settled(tmp_path / "f", b"a" * 5000)
+    plain = stamps.sha256_all([path])
+    sparse = stamps.sha256_all([path], sparse=True)
+    assert plain != sparse
+    assert stamps.sha256_all([path], sparse=True) == sparse
+    assert len(hashed) == 2
+    assert Stamps(tmp_path / "stamps.json").sha256_all([path]) == plain
 
 
 def test_hash_file_refuses_symlinks_and_fifos(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ class Bench:
         """An engine that runs here, whatever the store says."""
         record = Replica(id=f"{model}#0", model=model, host="host-a", incarnation="one", state=State.ADMITTED, fence=1)
         box: Any = SimpleNamespace(id="one", remember=lambda **_: None)
-        instance: Any = SimpleNamespace(box=box, pid=self.engine.pid, engine=SimpleNamespace(gpus=0))
+        instance: Any = SimpleNamespace(box=box, pid=self.engine.pid, engine=SimpleNamespace(gpus=0, sleeps=False))
         self.worker._replicas.adopt(instance, record)
         return record
 

@@ -71,11 +71,11 @@ mv -T "$work/tree" "$tree"
 program=$(find "$tree/usr/lib" -name "$package" -type f -perm -u+x -print -quit)
 [ -n "$program" ] || program=$(find "$tree/usr" -name 'headless_shell' -type f -print -quit)
 [ -n "$program" ] || die "$tree has no $package; remove it and run again"
-folders=$(find "$tree" -name 'lib*.so*' -printf '%h\n' | sort -u | paste -sd :)
+search=$(find "$tree" -name 'lib*.so*' -printf '%h\n' | sort -u | paste -sd :)
 mkdir -p "$dest/bin"
 cat >"$work/wrapper" <<WRAPPER
 #!/bin/sh
-export LD_LIBRARY_PATH='$folders' FONTCONFIG_FILE='$tree/fonts.conf'
+export LD_LIBRARY_PATH='$search' FONTCONFIG_FILE='$tree/fonts.conf'
 exec '$program' "\$@"
 WRAPPER
 chmod 755 "$work/wrapper"

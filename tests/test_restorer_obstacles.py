@@ -1,0 +1,203 @@
+"""What CRIU cannot carry, and what it can, tried: each process is dumped and restored by the real CRIU.
+
+The inventory must have said before what came of it: a fatal finding that CRIU would not have minded is as wrong as a missing one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sys
+import tempfile
+import textwrap
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from conftest import eventually, require_root
+from e2e_installation import needed, network
+
+from restorer.box import Box, BoxFactory
+from restorer.criu import GHOST_LIMIT, Criu
+from restorer.errors import ToolFailed
+from restorer.inventory import examine
+from restorer.trees import capture_tree, lay_tree
+
+pytestmark = pytest.mark.criu
+
+PRELUDE = """
+import ctypes, fcntl, mmap, os, signal, socket, struct, subprocess, sys, threading, time
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype = libc.shmat.restype = ctypes.c_void_p
+private = os.environ["HOME"]
+class Lacking(Exception): pass
+def ok(result):
+    if result < 0: raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return result
+def child(act):
+    if os.fork() == 0:
+        act()
+        open(private + "/child", "w").close()
+        time.sleep(3600)
+    while not os.path.exists(private + "/child"): time.sleep(0.01)
+try:
+"""
+POSTLUDE = """
+except OSError as error:
+    open(private + "/lacking", "w").write(str(error))
+open(private + "/ready", "w").close()
+while True: time.sleep(3600)
+"""
+
+FINE = {
+    "descriptors": """
+        memory = os.memfd_create("m", 2); os.ftruncate(memory, 1 << 20); fcntl.fcntl(memory, 1033, 15)
+        import select; event = os.eventfd(0); poll = select.epoll(); poll.register(event)
+        signals = ok(libc.signalfd(-1, bytes(128), 0)); place = os.open("/etc", os.O_PATH)
+        timer = ok(libc.timerfd_create(1, 0)); ok(libc.timerfd_settime(timer, 0, struct.pack("qqqq", 0, 5, 0, 5), None))
+        os.mkfifo(private + "/fifo"); fifo = os.open(private + "/fifo", os.O_RDWR); pipe = os.pipe(); os.write(pipe[1], b"x")
+        devices = [os.open("/dev/" + name, os.O_RDONLY) for name in ("null", "zero", "urandom", "full")]
+        status, net = os.open("/proc/self/status", os.O_RDONLY), os.open("/proc/self/ns/net", os.O_RDONLY)
+        rings = ctypes.c_ulong(0); ok(libc.syscall(206, 8, ctypes.byref(rings)))
+        """,
+    "locks": """
+        files = [open(private + f"/lock{n}", "w+") for n in range(4)]
+        fcntl.flock(files[0], 2); fcntl.lockf(files[1], 2); fcntl.fcntl(files[3], 1024, 1)
+        fcntl.fcntl(files[2], 37, struct.pack("hhqqi4x", 1, 0, 0, 0, 0))
+        """,
+    "sockets": """
+        kept = [socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3)), socket.socket(16, socket.SOCK_RAW, 0),
+                socket.socket(socket.AF_INET, socket.SOCK_RAW, 1), socket.create_server(("::", 9000), family=socket.AF_INET6)]
+        kept[1].bind((0, 0))
+        one = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); one.bind(("0.0.0.0", 5353))
+        two = socket.socket(socket.AF_UNIX); two.bind("\\0abstract"); two.listen()
+        four = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM); four.bind(private + "/datagrams")
+        five, six = socket.socketpair(); socket.send_fds(five, [b"x"], [os.memfd_create("sent")])
+        idle = socket.socket(); idle6 = socket.socket(socket.AF_INET6, socket.SOCK_DGRAM)
+        """,
+    "processes": """
+        if os.fork() == 0: os._exit(0)
+        stopped = os.fork()
+        if stopped == 0: time.sleep(3600)
+        os.kill(stopped, signal.SIGSTOP)
+        signal.signal(signal.SIGALRM, lambda *_: None); signal.setitimer(signal.ITIMER_REAL, 1000)
+        timer = ctypes.c_void_p(0); ok(libc.timer_create(1, None, ctypes.byref(timer))); ok(libc.mlockall(3))
+        threading.Thread(target=time.sleep, args=(3600,), daemon=True).start(); ok(libc.semget(0, 1, 0o1600))
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1)); os.makedirs(private + "/d"); os.chdir(private + "/d")
+        os.rmdir(private + "/d")
+        """,
+    "a filter of system calls": """
+        line = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0x7FFF0000), 8)
+        program = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", 1, ctypes.addressof(line)), 16)
+        ok(libc.prctl(38, 1, 0, 0, 0)); ok(libc.prctl(22, 2, program))
+        """,
+    "namespaces of its own that CRIU makes anew": "ok(libc.unshare(0x04000000 | 0x08000000 | 0x40000000))",
+    "a watched folder": 'watch = ok(libc.inotify_init1(0)); ok(libc.inotify_add_watch(watch, private.encode(), 0x100))',
+}  # fmt: skip
+FATAL = {
+    "userfaultfd": ("userfaultfd", "ok(libc.syscall(323, 0o2000000))"),
+    "perf event": ("perf_event", 'ok(libc.syscall(298, struct.pack("IIQQQQ", 1, 128, 0, 0, 0, 0) + bytes(88), 0, -1, -1, 0))'),
+    "bpf map": ("bpf", 'what = struct.pack("IIII", 2, 4, 8, 1) + bytes(100); ok(libc.syscall(321, 0, what, len(what)))'),
+    "landlock": ("landlock-ruleset", 'ok(libc.syscall(444, struct.pack("Q", 1), 8, 0))'),
+    "inotify on overlayfs": ("inotify", """
+        for name in "luwm": os.makedirs("/dev/shm/" + name)
+        data = b"lowerdir=/dev/shm/l,upperdir=/dev/shm/u,workdir=/dev/shm/w"
+        ok(libc.mount(b"overlay", b"/dev/shm/m", b"overlay", 0, data))
+        watch = ok(libc.inotify_init1(0)); ok(libc.inotify_add_watch(watch, b"/dev/shm/m", 0x100))
+        """),
+    "vsock": ("socket", "kept = socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM)"),
+    "mptcp": ("socket", 'kept = socket.socket(2, socket.SOCK_STREAM, 262); kept.bind(("0.0.0.0", 9001)); kept.listen()'),
+    "mount namespace": ("namespace", "ok(libc.unshare(0x00020000))"),
+    "user namespace": ("namespace", "ok(libc.unshare(0x10000000))"),
+    "time namespace": ("namespace", "ok(libc.unshare(0x00000080))"),
+    "pid namespace of a child": ("namespace", "ok(libc.unshare(0x20000000)); child(lambda: None)"),
+    "mount namespace of a child": ("namespace", "child(lambda: ok(libc.unshare(0x00020000)))"),
+    "network of a child": ("namespace", "child(lambda: ok(libc.unshare(0x40000000)))"),
+    "uts namespace of a child": ("namespace", "child(lambda: ok(libc.unshare(0x04000000)))"),
+    "System V shared memory": ("sysv_shm", "segment = ok(libc.shmget(0, 65536, 0o1600)); libc.shmat(segment, None, 0)"),
+    "message queue": ("mount", 'ok(ctypes.CDLL("librt.so.1", use_errno=True).mq_open(b"/q", 0o102, 0o600, None))'),
+    "fuse": ("device", 'kept = os.open("/dev/fuse", os.O_RDWR)'),
+    "tun": ("device", 'kept = os.open("/dev/net/tun", os.O_RDWR)'),
+    "kvm": ("device", 'kept = os.open("/dev/kvm", os.O_RDWR)'),
+    "pty": ("tty", "kept = os.openpty()"),
+    "traced": ("traced", "child(lambda: ok(libc.ptrace(0, 0, None, None)))"),
+    "alarm": ("timer", "kept = ok(libc.timerfd_create(9, 0))"),
+    "secret memory": ("secretmem", "kept = ok(libc.syscall(447, 0)); os.ftruncate(kept, 4096); memory = mmap.mmap(kept, 4096)"),
+    "io_uring": ("io_uring", "kept = ok(libc.syscall(425, 4, ctypes.create_string_buffer(120)))"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    require_root()
+    place = Path(tempfile.mkdtemp(prefix="rewake-obstacles-", dir="/var/tmp"))
+    yield place
+    shutil.rmtree(place, ignore_errors=True)
+
+
+@pytest.fixture
+async def boxes(folder: Path) -> AsyncIterator[BoxFactory]:
+    factory = BoxFactory(run_dir=folder / "run", state_dir=folder / "state", network=network(51), spare=0)
+    yield factory
+    for box in await factory.survivors():
+        await factory.discard(box)
+
+
+async def started(box: Box, script: str) -> int:
+    """Run a script in a box; its host pid. Skips where this kernel has not what the script needs."""
+    body = textwrap.indent(textwrap.dedent(script).strip(), "    ")
+    environment = {"PATH": "/usr/bin:/bin", "HOME": str(box.mountpoint / "home")}
+    inner = await box.spawn([sys.executable, "-I", "-c", PRELUDE + body + POSTLUDE], environment)
+    home = box.private / "home"
+    await eventually(
+        lambda: (home / "ready").exists() or box.host_pid(inner) is None, within=20, what="the process to be as it shall be"
+    )
+    if (home / "lacking").exists():
+        pytest.skip(f"not on this kernel: {(home / 'lacking').read_text()}")
+    pid = box.host_pid(inner)
+    assert pid is not None, box.log.read_text()
+    return pid
+
+
+async def survives(boxes: BoxFactory, box: Box, images: Path) -> bool:
+    """Does it come back out of a dump, elsewhere."""
+    criu = Criu(Path(needed("REWAKE_CRIU")), 20)
+    options = ("--tcp-established", "--network-lock", "skip")
+    other = await boxes.take()
+    try:
+        (images / "i").mkdir(parents=True)
+        await criu.dump(box, 1000, images / "i", options)
+        for number, place in enumerate((box.root / "dev/shm", box.private)):
+            await asyncio.to_thread(capture_tree, place, images / str(number))
+        for number, place in enumerate((other.root / "dev/shm", other.private)):
+            await asyncio.to_thread(lay_tree, images / str(number), place)
+        await criu.restore(other, images / "i", options)
+    except ToolFailed:
+        return False
+    finally:
+        await boxes.discard(other)
+    return True
+
+
+def fatal(box: Box, pid: int) -> set[str]:
+    found = examine(pid, private=("/dev/shm", str(box.mountpoint)), ghost_limit=GHOST_LIMIT)
+    return {finding.code for finding in found if finding.severity == "fatal"}
+
+
+@pytest.mark.parametrize("name", FINE)
+async def test_what_criu_carries_is_no_obstacle(boxes: BoxFactory, tmp_path: Path, name: str) -> None:
+    box = await boxes.take()
+    pid = await started(box, FINE[name])
+    assert fatal(box, pid) == set()
+    assert await survives(boxes, box, tmp_path)
+
+
+@pytest.mark.parametrize("name", FATAL)
+async def test_restore_cases_22_51_52_what_criu_cannot_carry_is_refused_before(
+    boxes: BoxFactory, tmp_path: Path, name: str
+) -> None:
+    code, script = FATAL[name]
+    box = await boxes.take()
+    pid = await started(box, script)
+    assert fatal(box, pid) == {code}
+    assert not await survives(boxes, box, tmp_path)
