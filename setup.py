@@ -36,7 +36,7 @@ def extensions() -> list:
         return []
     from mypyc.build import mypycify  # noqa: PLC0415 -- only where it is asked for
 
-    return mypycify([f"{package}/{name}.py" for package, names in HOT.items() for name in names], opt_level="3", debug_level="0")
+    return mypycify([f"{package}/{name}.py" for package, names in HOT.items() for name in names], opt_level="2", debug_level="0")
 
 
 setup(ext_modules=extensions())
