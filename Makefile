@@ -22,7 +22,7 @@ export REWAKE_CLIENTS := $(abspath $(CLIENTS))
 export REWAKE_PROMETHEUS := $(abspath $(TOOLS)/bin/prometheus)
 
 .DEFAULT_GOAL := help
-.PHONY: help install system prometheus dashboards test-dashboards criu runc llama-server clients chromium vllm model hf-model demo bench-gpu test test-deploy system-tools bench-held bench-gateway bench-restore peers compiled reference docs crash-matrix check clean
+.PHONY: help install runtime system prometheus dashboards test-dashboards criu runc llama-server clients chromium vllm model hf-model demo bench-gpu test test-deploy system-tools bench-held bench-gateway bench-restore peers compiled reference docs crash-matrix check clean
 
 help:  ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -31,12 +31,22 @@ help:  ## Show this list.
 system:
 	@deploy/install/system.sh
 
-$(VENV)/.installed: pyproject.toml | system
+$(VENV)/.made: | system
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; name one: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable '.[test]'
 	touch $@
+
+# What the demo needs, which is little; the tests' needs are many.
+$(VENV)/.runtime: pyproject.toml | $(VENV)/.made
+	$(BIN)/python -m pip install --quiet --editable '.[demo]'
+	touch $@
+
+$(VENV)/.installed: pyproject.toml | $(VENV)/.made
+	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	touch $(VENV)/.runtime $@
+
+runtime: $(VENV)/.runtime
 
 install: $(VENV)/.installed  ## Install Rewake and its tests' needs into .venv.
 
@@ -52,7 +62,7 @@ chromium: | system
 llama-server: | system
 	@deploy/install/llama-server.sh $(TOOLS)
 
-model: install
+model: runtime
 	@$(BIN)/python deploy/install/model.py --dest $(MODELS)
 
 vllm: | system
@@ -62,9 +72,9 @@ hf-model: vllm
 	@build/vllm/bin/python deploy/install/model.py --dest $(MODELS) --hf
 
 ifeq ($(ENGINE),vllm)
-demo: install criu vllm hf-model  ## The main job: a real engine restored behind the gateway, timed and proved.
+demo: runtime criu vllm hf-model  ## The main job: a real engine restored behind the gateway, timed and proved.
 else
-demo: install criu llama-server model
+demo: runtime criu llama-server model
 endif
 	@$(BIN)/python deploy/demo/demo.py --engine $(ENGINE)
 

@@ -210,6 +210,9 @@ class Admin:
             wanted = body.host or ("" if record is None else record.host)
             fits = [host.host for host in hosts if host.host == wanted or not wanted]
             missing = f"replica {body.replica!r}"
+        elif body.kind in ("pull", "remote"):
+            fits = [host.host for host in hosts if body.host in ("", host.host)]
+            missing = "a place"
         else:
             having = [host for host in hosts if any(one.id == body.snapshot for one in host.snapshots)]
             fits = [host.host for host in having if body.host in ("", host.host)]

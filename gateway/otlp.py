@@ -26,7 +26,7 @@ from gateway.version import version
 from policies.observing import Tracing
 from policies.tracing import Context, Span
 
-_GATHER_S = 0.5
+_GATHER_S = 2.0
 _BATCH = 512
 _TIMEOUT_S = 5.0
 _KINDS = {kind.name.lower(): kind for kind in SpanKind}

@@ -100,6 +100,7 @@ class Overview:
             "operations": operations,
             "tasks": [task.model_copy(update={"result": {}}) for task in tasks],
             "hosts": hosts,
+            "remotes": list(self._current.config.storage.remotes),
         }
 
     def _model(self, name: str, hosts: Sequence[HostReport]) -> dict[str, Any]:

@@ -65,7 +65,9 @@ SIGNATURES: tuple[Signature, ...] = (
     _S(r"(?i)suspending seccomp failed|PTRACE_O_SUSPEND_SECCOMP", "host", "give the restorer CAP_SYS_ADMIN; see `rewake doctor`"),
     _S(r"(?i)hugetlb|huge ?page", "host", "reserve huge pages of the donor's size on this host"),
     _S(
-        r"Unexpected EOF on|empty-image|Can't read pages data|Can't unpack|(?i:magic doesn't match|bad magic)", "snapshot", _IMAGE
+        r"Unexpected EOF on|empty-image|Read \d+ bytes while \d+ expected|Can't read pages data|[Mm]agic doesn't match",
+        "snapshot",
+        _IMAGE,
     ),
     _S(r"Unable to (?:open|read) \S+\.img|Can't read \S+ image|Corrupted", "snapshot", _IMAGE),
     _S(r"link_remap\.\d+", "snapshot", "a file that the donor had open without a name is missing: make a new snapshot"),

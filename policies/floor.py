@@ -89,6 +89,12 @@ def forecast_s(manifest: Manifest, rates: Rates, *, cached: float) -> float:
     return judged(stages, rates, canary_s=manifest.canary_s, apart_bytes=apart_bytes(manifest))[1]
 
 
+def foretold(manifest: Manifest, rates: Rates) -> str:
+    """:func:`forecast_s` in words."""
+    cold, warm = (forecast_s(manifest, rates, cached=cached) for cached in (0.0, 1.0))
+    return f"{cold:.2f} s from the disk, {warm:.2f} s from the page cache, at the least"
+
+
 def apart_bytes(manifest: Manifest) -> int:
     """Of the largest share of weights that goes to one GPU beside everything else."""
     return max((weights.bytes for weights in manifest.gpu.weights), default=0) if manifest.gpu else 0

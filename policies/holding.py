@@ -9,17 +9,11 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import Field, field_validator
 
-from policies.scalars import Bytes, Count, PositiveSeconds, Section
+from policies.scalars import Bytes, Count, OnOff, PositiveSeconds, Section
 
-
-def _off(value: object) -> object:
-    """YAML reads a bare ``off`` as false."""
-    return "off" if value is False else value
-
-
-KeepAlive = Annotated[Literal["comment", "chunk", "off"], BeforeValidator(_off)]
+KeepAlive = Annotated[Literal["comment", "chunk", "off"], OnOff]
 """What is sent to a held stream: SSE comments, empty chunks of the API's own kind (for clients that choke on comments), or
 nothing at all: such a request stays silent until it is served."""
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from policies.floor import Rates
 from policies.manifest import Manifest, MappedFile
-from policies.scalars import Section
+from policies.scalars import OnOff, Section
 
 LEAST_BYTES = 64 << 20
 """Smaller files are read on by the kernel faster than a choice is made."""
@@ -23,7 +23,7 @@ class Restore(Section):
 
     read: Literal["auto", "direct", "cached"] = "auto"
     """Big memory that is not in the page cache: ``direct`` past it, ``cached`` through it, ``auto`` as measured."""
-    prefetch: Literal["auto", "on", "off"] = "auto"
+    prefetch: Annotated[Literal["auto", "on", "off"], OnOff] = "auto"
     """Read big files that the engine maps while it is restored. ``auto``: those of which the rehearsal's canary touched half."""
 
 
@@ -80,7 +80,7 @@ def choices(settings: Restore, manifest: Manifest, rates: Rates | None, *, alone
     return (
         f"cold memory is read {'past' if past.on else 'through'} the page cache: {past.why}",
         f"{len(files)} mapped files are read ahead: {why}",
-        "no page is left for later: a canary waits for what it touches, and pages that come one by one come slower",
+        "no page is left for later: nobody is served before the canary, which waits for each that it touches",
     )
 
 

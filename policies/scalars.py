@@ -26,6 +26,13 @@ def _size(value: object) -> object:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
+def _spelt(value: object) -> object:
+    return ("on" if value else "off") if isinstance(value, bool) else value
+
+
+OnOff = BeforeValidator(_spelt)
+"""For settings that are ``on`` or ``off`` among other words: YAML reads these bare words as true and false."""
+
 Bytes = Annotated[int, BeforeValidator(_size), Field(ge=0)]
 """A size in bytes; in YAML an integer or a string such as ``64 MiB``."""
 

@@ -28,13 +28,13 @@ class _Record(BaseModel):
     model_config = ConfigDict(frozen=True)
 
 
-TaskKind = Literal["verify", "explain", "push", "log"]
+TaskKind = Literal["verify", "explain", "push", "pull", "remote", "log"]
 """``verify``: read every byte of a snapshot and compare it with what was committed. ``explain``: whether a snapshot fits this
 host and the model's settings, and every reason why not. ``push``: copy a snapshot to the remote that starts pull from, or the
-only one. ``log``: a part of the log of an engine, running or ended."""
+only one. ``pull``: bring one from there. ``remote``: what is there. ``log``: a part of the log of an engine, running or ended."""
 
 
-CHORES: frozenset[TaskKind] = frozenset(("verify",))
+CHORES: frozenset[TaskKind] = frozenset(("verify", "push", "pull"))
 """Kinds that take their time, and are listed beside operations."""
 
 

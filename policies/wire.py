@@ -320,6 +320,8 @@ class HostReport(_Record):
     snapshots: tuple[SnapshotSummary, ...]
     running: int
     parallel_starts: int
+    backends: Mapping[str, str] = {}
+    """Each backend that a model here uses, and what it has found: its tools, or what is missing."""
     gauges: Mapping[str, float] = {}
     """:attr:`policies.series.Point.field` -> value, of every gauge of :data:`policies.series.SERIES` that is known."""
 

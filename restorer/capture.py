@@ -16,7 +16,7 @@ from pathlib import Path
 from policies import reading
 from policies.journal import Undo
 from policies.manifest import Exchange, GpuState, Manifest, MappedFile, Profile
-from restorer import accounts, canary, gpustate, inventory, pages, prefetch, proof, warmup
+from restorer import accounts, canary, gpustate, inventory, pages, prefetch, proof, timers, warmup
 from restorer import donor as facts
 from restorer.box import Box
 from restorer.criu import GHOST_LIMIT
@@ -89,6 +89,7 @@ async def _dumped(host: Host, donor: Instance, known: _Draft, stages: Stages) ->
         try:
             with stages.timed("dump", Undo(what="thaw", name=box.id)) as stage:
                 await backend.dump(box, donor.inner_pid, staging.images, donor.engine)
+                await asyncio.to_thread(timers.rearm, staging.images)
                 stage.bytes = dumped = await asyncio.to_thread(_size, staging.path)
             with stages.timed("copy scratch") as stage:
                 stage.bytes = 0

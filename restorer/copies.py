@@ -17,7 +17,7 @@ _AT_A_TIME = 16
 def list_remote(config: Config, name: str, json_: bool) -> None:
     """What ``ls --remote`` prints."""
     catalog = chosen(config.storage, name)
-    found = asyncio.run(_listed(catalog))
+    found = asyncio.run(listed(catalog))
     if json_:
         return print_json(found)
     rows = [
@@ -27,7 +27,8 @@ def list_remote(config: Config, name: str, json_: bool) -> None:
     print_table(["SNAPSHOT", "MODEL", "MADE", "SIZE", "PUSHED", "STATE"], rows)
 
 
-async def _listed(catalog: Catalog) -> list[dict[str, Any]]:
+async def listed(catalog: Catalog) -> list[dict[str, Any]]:
+    """Every snapshot there, whole or not."""
     room = asyncio.Semaphore(_AT_A_TIME)
 
     async def row(copy: Copy) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from cryptography import x509
 
 from policies.config import Config, Model, Tls
-from policies.floor import forecast_s
+from policies.floor import foretold
 from policies.manifest import Manifest
 from restorer import embedded, floor, gpudoctor, probes, rundir
 from restorer.errors import Environment, RestorerError
@@ -191,9 +191,7 @@ async def speed(config: Config, pcie: float | None) -> list[Finding]:
     memory = f"{rates.fill / 1e9:.2f} GB/s, {rates.fill_huge / 1e9:.2f} in huge pages, {rates.cache / 1e9:.2f} of what is cached"
     found = [Finding("speed", "ok", f"{disk}; fresh memory {memory}")]
     for name, manifest in newest.items():
-        cold, warm = (forecast_s(manifest, rates, cached=cached) for cached in (0.0, 1.0))
-        text = f"a restore takes {cold:.2f} s from the disk, {warm:.2f} s from the page cache, at the least"
-        found.append(Finding(f"models.{name}.floor", "ok", text))
+        found.append(Finding(f"models.{name}.floor", "ok", f"a restore takes {foretold(manifest, rates)}"))
     return found
 
 

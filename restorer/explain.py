@@ -13,6 +13,7 @@ from typing import Any
 from policies import compat
 from policies.compat import Mismatch
 from policies.config import Config
+from policies.floor import foretold
 from policies.manifest import HostFacts, Manifest, Profile
 from policies.matching import Comparison, compare
 from restorer import profile
@@ -38,6 +39,8 @@ class Snapshot:
     quarantined: str | None
     held: str | None
     """Why it is not restored just now."""
+    floor: str | None
+    """What a restore of it takes here at the least; None: this host has not been measured."""
 
     @property
     def fits(self) -> bool:
@@ -142,6 +145,7 @@ def _snapshot(host: Host, manifest: Manifest, here: Profile | None, facts: HostF
         facts=tuple(compared),
         quarantined=standing.quarantined,
         held=standing.held,
+        floor=None if host.rates is None else foretold(manifest, host.rates),
     )
 
 
@@ -181,6 +185,7 @@ def document(explanation: Explanation) -> dict[str, Any]:
                 "signature": one.signature,
                 "quarantined": one.quarantined,
                 "held": one.held,
+                "floor": one.floor,
                 "mismatches": [reason._asdict() for reason in one.reasons],
                 "allowed": [reason._asdict() for reason in one.allowed],
                 "facts": [fact._asdict() for fact in one.facts],

@@ -90,11 +90,10 @@ def _show(found: Explanation, here: str, all_facts: bool) -> None:
             print(f"  quarantined: {one.quarantined}")
         if one.held is not None:
             print(f"  {one.held}")
-        rows = _rows(one)
-        if rows:
+        if one.fits:
+            print("  fits this host" + (f"; a restore takes {one.floor}" if one.floor else ""))
+        if rows := _rows(one):
             print_table(["  DIFFERS", "EXPECTED", "FOUND", "RULE", "TO MEND"], rows)
-        elif one.quarantined is None:
-            print("  fits this host")
         if all_facts:
             print_table(
                 ["  FACT", "RULE", "EXPECTED", "FOUND"],

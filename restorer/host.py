@@ -35,7 +35,7 @@ from restorer.integrity import MANIFEST
 from restorer.jobs import JobStore
 from restorer.journal import Hook, Journals
 from restorer.ownership import way_to
-from restorer.probes import MINIMUM_CRIU
+from restorer.probes import CHECK, MINIMUM_CRIU
 from restorer.progress import ProgressBoard
 from restorer.remains import Remains
 from restorer.signatures import Judge
@@ -160,6 +160,11 @@ class Host:
     def backend(self, name: str) -> Backend:
         """The backend of a model."""
         return self.backends[self.model(name).engine.backend]
+
+    def described(self) -> dict[str, str]:
+        """Each backend that a model uses, in one line."""
+        used = {model.engine.backend for model in self.config.models.values()}
+        return {name: backend.describe() for name, backend in self.backends.items() if name in used}
 
     def adopt(self, config: Config) -> None:
         """Put another configuration in force."""
@@ -352,7 +357,8 @@ def find_criu(name: str) -> tuple[Path | None, str]:
     if version is None or tuple(map(int, re.findall(r"\d+", version)[:2])) < MINIMUM_CRIU:
         return None, f"{found} is version {version or 'unknown'}; `rewake doctor` says how to get CRIU 4.2 or newer"
     try:
-        check = subprocess.run([found, "check"], capture_output=True, text=True, timeout=_CHECK_S, check=False)
+        argv = [*CHECK, found, "check"]
+        check = subprocess.run(argv, capture_output=True, text=True, timeout=_CHECK_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return None, f"{found} check did not end well: {error}; run `rewake doctor`"
     if check.returncode != 0:

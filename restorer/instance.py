@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 
 from policies.manifest import Manifest
-from restorer import filling, inventory, pagecache, pages
+from restorer import filling, inventory, pagecache, pages, prefetch
 from restorer.backend import Backend
 from restorer.box import Box
 from restorer.engines import HttpEngine
@@ -123,19 +123,20 @@ async def resurrect(
     for name in manifest.scratch:
         if name != "/dev/shm":
             await box.appear_at(Path(name))
+    images = folder / "images"
+    bulk = await asyncio.to_thread(pages.taken_out, images)
+    bulky = bulk.paths if bulk else ()
+    # Before anything is read: afterwards it is in the page cache.
+    filled_from = await asyncio.to_thread(pagecache.share, bulky)
+    read_from = await asyncio.to_thread(prefetch.begun, [path for path in images.iterdir() if path not in bulky])
     targets = {"/dev/shm": box.root / "dev/shm", str(box.mountpoint): box.private}
     with stages.timed("lay scratch") as stage:
         stage.bytes = 0
         for number, name in enumerate(manifest.scratch):
             stage.bytes += await asyncio.to_thread(lay_tree, folder / "scratch" / str(number), targets[name])
-    images = folder / "images"
-    bulk = await asyncio.to_thread(pages.taken_out, images)
-    bulky = bulk.paths if bulk else ()
     async with _filling(bulk, direct) as (filler, prepared):
         with stages.timed("restore processes") as stage:
-            # Before it begins: afterwards it is in the page cache.
-            filled_from = await asyncio.to_thread(pagecache.share, bulky)
-            stage.of(*await asyncio.to_thread(pagecache.share, [path for path in images.iterdir() if path not in bulky]))
+            stage.of(*read_from)
             await backend.restore(box, engine, images, (*manifest.criu_options, *(("--leave-stopped",) if bulk else ())))
         numbers: Mapping[int, int] = {}
         pid = box.host_pid(manifest.root_pid)

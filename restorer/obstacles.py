@@ -45,6 +45,13 @@ def secret_memory(scene: Scene) -> Iterator[Finding]:
             )
 
 
+def huge_pages(scene: Scene) -> Iterator[Finding]:
+    for pid, path in scene.mappings:
+        if path.startswith("/anon_hugepage"):
+            remedy = "a host that restores it needs as many free (vm.nr_hugepages)"
+            yield Finding("huge_pages", "note", pid, None, "huge pages of a reserved pool are mapped", remedy)
+
+
 def system_v(scene: Scene) -> Iterator[Finding]:
     for pid, path in scene.mappings:
         if path.startswith("/SYSV"):
@@ -214,5 +221,5 @@ def alarms(scene: Scene) -> Iterator[Finding]:
 _ALARM_CLOCKS = (8, 9)
 
 
-CHECKS = (nameless, secret_memory, system_v, devices, sockets, namespaces, tasks, mounts, alarms)
+CHECKS = (nameless, secret_memory, huge_pages, system_v, devices, sockets, namespaces, tasks, mounts, alarms)
 """What is looked for."""

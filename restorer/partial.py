@@ -20,6 +20,8 @@ from restorer.errors import Environment
 from restorer.files import PAGE, data_extents, disk_space
 
 PREFIX = ".pull-"
+KEPT_S = 24 * 3600.0
+"""How long what has come waits for the next run, before a sweep takes it."""
 _ZERO = bytes(PAGE)
 
 

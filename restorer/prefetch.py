@@ -53,6 +53,24 @@ def _share(path: str) -> float | None:
     return None
 
 
+def begun(images: Sequence[Path]) -> tuple[int, int]:
+    """(bytes in the page cache, bytes) of CRIU's images; those that are small are on their way into it when this returns.
+
+    CRIU reads them one after another, and waits for the disk each time. Big ones are left to it: their pages would be needed
+    twice at once.
+    """
+    found = pagecache.share(images)
+    if found[0] < found[1]:
+        for path in images:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                if os.fstat(fd).st_size < reading.LEAST_BYTES:
+                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
+            finally:
+                os.close(fd)
+    return found
+
+
 @contextlib.asynccontextmanager
 async def beside(mapped: Sequence[MappedFile], settings: Restore) -> AsyncIterator[Touched | None]:
     """Read what is worth it of an engine's mapped files while the body restores it, and not a block longer.

@@ -57,6 +57,8 @@ _OWN_LINK = re.compile(r"rw[0-9a-f]{8}")
 _USERFAULTFD = {"x86_64": 323, "aarch64": 282}
 _PUNCH_HOLE = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 _NAMESPACES = ("--pid", "--mount", "--net", "--ipc", "--uts", "--fork", "--kill-child", "--mount-proc", "--")
+CHECK = ("unshare", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc", "--")
+"""What `criu check` runs under: a /proc of its own, as in a box. That of a container cannot be written, which says nothing."""
 _ROOT = "run it as root on the host itself, or in a privileged container"
 
 
@@ -116,7 +118,7 @@ async def criu(binary: str) -> Finding:
         return Finding("criu", "fail", f"{path} does not run: {_brief(said)}", install)
     if (int(match[2]), int(match[3])) < MINIMUM_CRIU:
         return Finding("criu", "fail", f"{path} is {match[1]}", install)
-    rc, said = await tool(path, "check")
+    rc, said = await tool(*CHECK, path, "check")
     if rc:
         return Finding("criu", "fail", f"{path} {match[1]}: criu check says: {_brief(said)}", _ROOT)
     return Finding("criu", "ok", f"{path} {match[1]}; criu check: {_brief(said)}")

@@ -17,7 +17,7 @@ import typer
 
 from policies import reading
 from policies.config import Config
-from policies.floor import forecast_s
+from policies.floor import foretold
 from policies.manifest import Manifest
 from policies.trust import shown
 from policies.verdicts import Note, Standing
@@ -152,8 +152,7 @@ def _restores(config: Config, manifest: Manifest) -> dict[str, str]:
     if model is not None:
         rows["RESTORE"] = "\n".join(reading.choices(model.restore, manifest, rates))
     if rates is not None:
-        cold, warm = (forecast_s(manifest, rates, cached=cached) for cached in (0.0, 1.0))
-        rows["FLOOR"] = f"{cold:.2f} s from the disk, {warm:.2f} s from the page cache"
+        rows["FLOOR"] = foretold(manifest, rates)
     return rows
 
 

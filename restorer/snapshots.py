@@ -38,7 +38,7 @@ from restorer.errors import SnapshotError
 from restorer.files import allocated, disk_space, fsync, write_durable
 from restorer.holds import Hold, Users
 from restorer.integrity import MANIFEST, Fault, differences, is_sparse, listing, shape, strangers, verify_files
-from restorer.partial import PREFIX, Partial
+from restorer.partial import KEPT_S, PREFIX, Partial
 from restorer.stamps import SETTLE_NS, Stamps
 from restorer.trees import capture_tree, lay_tree
 from restorer.verdicts import Verdicts
@@ -49,10 +49,6 @@ __all__ = ["Fault", "SnapshotStore", "Staging", "capture_tree", "lay_tree", "ver
 Signer = Callable[[bytes], tuple[str, bytes] | None]
 """A manifest's bytes -> (key id, signature), or None: it is not to be signed. Raises Environment."""
 _ID = re.compile(r"[0-9a-f]{16}")
-
-
-_PULL_KEPT_S = 24 * 3600.0
-"""How long what a pull has got waits for the next one."""
 
 
 class Staging:
@@ -272,7 +268,7 @@ class SnapshotStore:
             staged = path.name.startswith((".staging-", PREFIX))
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 # What a pull has got stays a while, for the next one to go on with.
-                least_s = _PULL_KEPT_S if path.name.startswith(PREFIX) else older_than_s
+                least_s = KEPT_S if path.name.startswith(PREFIX) else older_than_s
                 if time.time() - path.lstat().st_mtime < least_s:
                     continue
                 if (staged or (_ID.fullmatch(path.name) and self._is_debris(path))) and not _is_locked(path):

@@ -121,7 +121,9 @@ async def _fitting(
             found[copy.id] = await catalog.manifest(copy), copy
         except SnapshotError as error:
             log.warning("a copy is damaged: %s", error)
-    best, refused = compat.newest_fit([manifest for manifest, _ in found.values()], match.profile, host.facts)
+    manifests = [manifest for manifest, _ in found.values()]
+    facts = await asyncio.to_thread(host.facts_now)
+    best, refused = compat.newest_fit(manifests, match.profile, facts, host.config.matching)
     return None if best is None else found[best.id], refused
 
 

@@ -19,13 +19,14 @@ from pydantic import JsonValue
 from policies.tasks import MAX_LOG_BYTES, Task, TaskKind, TaskState
 from restorer import explain, transfer
 from restorer.catalog import chosen
+from restorer.copies import listed
 from restorer.errors import RestorerError
 from restorer.host import Host, log
 from restorer.integrity import verify_files
 from restorer.jobs import StoreUnavailable
 from restorer.progress import Work
 from restorer.remains import ENGINE_LOG
-from restorer.supply import noted
+from restorer.supply import copied, noted
 from restorer.weights import verify_weights
 
 _AT_ONCE = 4
@@ -99,6 +100,23 @@ async def _push(host: Host, task: Task, work: Work) -> Result:
     return f"{manifest.id} is in {catalog.what}", {**found, "seconds": moved.seconds}
 
 
+async def _pull(host: Host, task: Task, work: Work) -> Result:
+    """Bring a snapshot of the remote to this host."""
+    catalog = await asyncio.to_thread(chosen, host.config.storage, None)
+    copy = await catalog.find(task.snapshot)
+    manifest = await catalog.manifest(copy)
+    moved = await copied(host, catalog, manifest, copy, work.count)
+    found = {"remote": catalog.remote.name, "bytes": moved.bytes, "bytes_moved": moved.bytes_moved, "seconds": moved.seconds}
+    return f"{manifest.id} is on {host.name}", found
+
+
+async def _remote(host: Host, task: Task, work: Work) -> Result:
+    """What the remote has."""
+    catalog = await asyncio.to_thread(chosen, host.config.storage, None)
+    found = sorted(await listed(catalog), key=lambda one: -one["pushed_ms"])[:_SHOWN]
+    return f"{len(found)} snapshots in {catalog.what}", {"remote": catalog.what, "snapshots": found}
+
+
 async def _log(host: Host, task: Task, work: Work) -> Result:
     """The end of an engine's log, or what came since."""
     records = await host.jobs.replicas()
@@ -132,6 +150,8 @@ KINDS: Mapping[TaskKind, Callable[[Host, Task, Work], Awaitable[Result]]] = {
     "verify": _verify,
     "explain": _explain,
     "push": _push,
+    "pull": _pull,
+    "remote": _remote,
     "log": _log,
 }
 

@@ -23,6 +23,7 @@ from typing import NamedTuple, TypeVar
 from blake3 import blake3
 
 from policies.manifest import Manifest, Weights, canonical
+from policies.secrets import publishable
 from restorer import chunks, signatures
 from restorer.catalog import Catalog, Copy
 from restorer.chunks import Chunk, Chunks, Cutter
@@ -165,8 +166,17 @@ async def push(
     Raises:
         SnapshotError: something here is not what it was at the commit; nothing of it was put.
         RemoteFailed: the remote did not do what it was asked; push again, and it goes on where it ended.
+        Environment: its donor held secrets, and this remote is not encrypted. InUse: it is being removed.
     """
-    copying = _Copying(catalog, report)
+    if (refusal := publishable(manifest, encrypted=bool(catalog.seal.fingerprint))) is not None:
+        raise Environment(f"snapshot {manifest.id} is not pushed to {catalog.what}: {refusal}")
+    with await asyncio.to_thread(snapshots.use, manifest.id):
+        return await _push(catalog, snapshots, weights, manifest, overwrite, _Copying(catalog, report))
+
+
+async def _push(
+    catalog: Catalog, snapshots: SnapshotStore, weights: WeightsStore, manifest: Manifest, overwrite: bool, copying: _Copying
+) -> Moved:
     await catalog.check(claim=True)
     if not overwrite and await catalog.has(manifest):
         plan = _Plan.of(await asyncio.to_thread(chunks.of, snapshots.folder(manifest.id), manifest))
@@ -276,12 +286,14 @@ async def pull(
     data = await catalog.listed(copy, manifest.chunks)
     sizes = {item.path: item.bytes for item in manifest.objects}
     plan = _Plan.of(chunks.decode(data, sizes, manifest.chunks))
-    for one in manifest.gpu.weights if manifest.gpu else ():
-        await _pull_weights(copying, weights, one, reserve_bytes)
-    with Partial(snapshots.root, manifest.id, sizes) as partial:
-        sources = await asyncio.to_thread(_sources, snapshots, plan)
-        await _fetch(copying, partial, plan, sources, reserve_bytes)
-        await asyncio.to_thread(_commit, snapshots, partial, manifest, data, signed)
+    # Until the manifest is there, nothing names the weights.
+    with await asyncio.to_thread(weights.busy):
+        for one in manifest.gpu.weights if manifest.gpu else ():
+            await _pull_weights(copying, weights, one, reserve_bytes)
+        with Partial(snapshots.root, manifest.id, sizes) as partial:
+            sources = await asyncio.to_thread(_sources, snapshots, plan)
+            await _fetch(copying, partial, plan, sources, reserve_bytes)
+            await asyncio.to_thread(_commit, snapshots, partial, manifest, data, signed)
     return copying.moved.end()
 
 

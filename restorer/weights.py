@@ -33,6 +33,7 @@ from restorer.errors import InUse, SnapshotError
 from restorer.files import disk_space, fsync, fsync_tree, write_durable
 from restorer.holds import Hold
 from restorer.integrity import Fault, differences
+from restorer.partial import KEPT_S, PREFIX
 from restorer.stamps import Stamps
 
 INDEX = "index.json"
@@ -137,7 +138,9 @@ class WeightsStore:
         removed = []
         with contextlib.suppress(InUse), holds.alone(self.root):
             for path in sorted(self.root.iterdir()):
-                ours = path.name.startswith(_STAGING) or _DIGEST.fullmatch(path.name)
+                # What a pull has got waits for the next one to go on with it; a pull holds off sweeps while it lasts.
+                stale = path.name.startswith(PREFIX) and time.time() - path.lstat().st_mtime > KEPT_S
+                ours = path.name.startswith(_STAGING) or _DIGEST.fullmatch(path.name) or stale
                 if ours and path.name not in named and time.time() - path.lstat().st_mtime >= older_than_s:
                     (path / INDEX).unlink(missing_ok=True)
                     shutil.rmtree(path, ignore_errors=True)

@@ -256,6 +256,7 @@ class Worker:
             snapshots=summaries,
             running=running,
             parallel_starts=host.config.restorer.parallel_starts,
+            backends=host.described(),
             gauges=gauges,
         )
         counted = host.tally.take()

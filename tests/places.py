@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 from test_restorer_snapshots import draft
 
@@ -34,12 +35,12 @@ class Place:
             (staging.images / "empty.img").write_bytes(b"")
             (staging.scratch / "0").mkdir()
             (staging.scratch / "0" / "tree.json").write_text("[]")
-            return self.snapshots.commit(staging, draft(created_ms=created_ms, **more))
+            return self.snapshots.commit(staging, draft(**{"created_ms": created_ms, "secrets": (), **more}))
 
     async def push(self, catalog: Catalog, manifest: Manifest, **more: bool) -> transfer.Moved:
         return await transfer.push(catalog, self.snapshots, self.weights, manifest, **more)
 
-    async def pull(self, catalog: Catalog, id: str, **more: int) -> transfer.Moved:
+    async def pull(self, catalog: Catalog, id: str, **more: Any) -> transfer.Moved:
         copy = await catalog.find(id)
         manifest = await catalog.manifest(copy)
         return await transfer.pull(catalog, self.snapshots, self.weights, manifest, copy, **more)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import re
 import shutil
 import tempfile
@@ -30,7 +31,9 @@ def system() -> Iterator[Installation]:
         "strict": small(mapped, folder / "hold", on_restore_failure="reject"),
         "foreign": small(mapped, folder / "hold"),
     }
-    one = Installation(folder, network(21), models, max_attempts=1)
+    one = Installation(folder, network(21), models, max_attempts=1, criu_timeout_s=120)
+    (folder / "shelf").mkdir()
+    one.configure(storage={"remotes": {"shelf": {"url": f"file://{folder}/shelf"}}})
     try:
         one.start()
         one.snapshot("smollm2")
@@ -89,7 +92,8 @@ def test_a_cold_model_is_restored_by_keyboard_alone_and_each_stage_is_seen(page:
     sign_in(page, system)
     expect(row(page, "models", "smollm2")).to_contain_text("cold")
     expect(page.locator("#snapshots")).to_contain_text("smollm2")
-    with system.held("before-restore"):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(system.held("before-restore"))
         tab_to(page, "Start smollm2")
         page.keyboard.press("Enter")
         dialog = page.get_by_role("dialog", name="Start smollm2?")
@@ -111,9 +115,8 @@ def test_a_cold_model_is_restored_by_keyboard_alone_and_each_stage_is_seen(page:
             expect(page.locator("#held tbody tr")).to_have_count(3)
             expect(page.locator("#held")).to_contain_text("3 requests")
             picture(page, "restoring", full=True)
-            (system.folder / "hold-before-restore").unlink()
+            stack.close()
             assert {one.result().headers["x-rewake-start"] for one in asked} == {"restored"}
-        (system.folder / "hold-before-restore").touch()
     expect(row(page, "models", "smollm2")).to_contain_text("ready")
     expect(page.locator("#live")).to_contain_text("smollm2 is ready")
     expect(live).to_be_hidden()
@@ -158,6 +161,23 @@ def test_a_snapshot_is_verified_and_explained(page: Page, system: Installation) 
     expect(page.get_by_role("dialog", name=f"verify {good}")).to_contain_text(f"{good} is whole")
     page.keyboard.press("Escape")
     expect(row(page, "operations", f"verify {good}")).to_contain_text("succeeded")
+
+
+def test_a_snapshot_is_pushed_and_pulled_again(page: Page, system: Installation) -> None:
+    moved = system.snapshot("foreign").name
+    sign_in(page, system)
+    page.get_by_role("button", name=f"Push {moved} to the remote").click()
+    page.get_by_role("button", name="Push", exact=True).click()
+    expect(page.get_by_role("dialog", name=f"push {moved}")).to_contain_text(f"{moved} is in ")
+    page.keyboard.press("Escape")
+    assert system.cli("snapshot", "rm", moved).returncode == 0
+    expect(page.locator("#snapshots")).not_to_contain_text(moved)
+    page.get_by_role("button", name="Pull a snapshot to").click()
+    page.get_by_role("button", name=f"Pull {moved}").click()
+    page.get_by_role("button", name="Pull", exact=True).click()
+    expect(page.get_by_role("dialog", name=f"pull {moved}")).to_contain_text(f"{moved} is on ")
+    page.keyboard.press("Escape")
+    expect(page.locator("#snapshots")).to_contain_text(moved)
 
 
 def test_a_failed_restore_is_led_back_to_its_cause(page: Page, system: Installation) -> None:

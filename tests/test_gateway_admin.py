@@ -7,9 +7,12 @@ import asyncio
 import pytest
 from conftest import eventually
 from fake_replica import ADMIN, Exchange, FakeReplica, Fleet, answer, configuration, replica_server, serving
+from test_policies_compat import HOST
 
+from policies.manifest import HostFacts
 from policies.replica import State
-from policies.wire import HostReport, Operation, OperationState, SnapshotSummary
+from policies.wire import REPORT_TTL_MS, HostReport, Operation, OperationState, SnapshotSummary
+from restorer.jobs import JobStore
 
 
 @pytest.mark.parametrize(
@@ -20,6 +23,7 @@ async def test_every_route_needs_the_token(store, store_server, headers):
         for method, path in (
             ("GET", "models"),
             ("GET", "replicas"),
+            ("GET", "hosts"),
             ("GET", "snapshots"),
             ("POST", "snapshots"),
             ("POST", "scale-up"),
@@ -134,6 +138,20 @@ async def test_snapshots_are_what_the_hosts_report(store, store_server):
         assert (made.status_code, made.json()["kind"]) == (202, "snapshot")
         again = await served.client.post("/admin/v1/snapshots", json={"model": "m"}, headers=ADMIN)
         assert again.json()["id"] == made.json()["id"]
+
+
+async def test_hosts_say_what_they_are_as_long_as_they_live(store, store_server):
+    async with serving(store_server) as served:
+        jobs = JobStore(store_server, "rewake", "h1")
+        report = HostReport(host="h1", capable=True, capability="", snapshots=(), running=0, parallel_starts=3)
+        await jobs.report(report, {}, HOST)
+        await store.sadd(Fleet(store).keys.hosts, "dead")
+        listed = await served.client.get("/admin/v1/hosts", headers=ADMIN)
+        assert listed.json() == {"hosts": [{"host": "h1", "facts": HOST.model_dump(mode="json")}]}
+        assert HostFacts.model_validate(listed.json()["hosts"][0]["facts"]) == HOST
+        assert 0 < await store.pttl(Fleet(store).keys.facts("h1")) <= REPORT_TTL_MS
+        assert (await served.client.get("/admin/v1/hosts")).status_code == 401
+        await jobs.close()
 
 
 async def test_a_lost_store_is_503_for_operations(tmp_path):

@@ -355,6 +355,7 @@ async def test_a_client_that_takes_nothing_is_dropped_and_not_blamed_on_the_repl
         reader = await raw(served.port)
         await eventually(lambda: served.inflight() == 1)
         await eventually(lambda: served.counts() == (0, 0, 0))
+        served.gateway.metrics.flush()
         errors = served.gateway.metrics.client_disconnects.labels("streaming")
         assert errors._value.get() == 1
         assert served.gateway.registry.available("m")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
@@ -148,3 +149,9 @@ def test_off_may_be_written_without_quotes() -> None:
     assert (parsed.keepalive, parsed.keepalive_for("x")) == ("off", "off")
     with pytest.raises(ConfigError, match=r"models\.m\.hold\.keepalive: "):
         parse(document({"hold": {"keepalive": True}}))
+
+
+@pytest.mark.parametrize("word", ["on", "off", "auto"])
+def test_words_that_yaml_takes_for_booleans_are_words(word):
+    document = yaml.safe_load(f"models: {{m: {{engine: {{kind: http, command: [/e]}}, restore: {{prefetch: {word}}}}}}}")
+    assert parse(document).models["m"].restore.prefetch == word

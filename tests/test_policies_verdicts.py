@@ -17,6 +17,10 @@ CRIU_SAYS: list[tuple[str, Class]] = [
     ("(00.01) 1000: Error (criu/files-reg.c:2221): File usr/lib/libx.so has bad size 12 (expect 13)", "host"),
     ("(00.01) 1000: Error (criu/files-reg.c:2182): Can't open file usr/lib/x on restore: No such file or directory", "host"),
     ("(00.00) Error (criu/image.c:130): Unexpected EOF on (empty-image)", "snapshot"),
+    (
+        "1000: Error (criu/protobuf.c:93): Read 1604 bytes while 3220 expected from mm-1000.img: No such file or directory",
+        "snapshot",
+    ),
     ("(00.02) 1000: Error (criu/pagemap.c:265): Can't read pages data (-9): Bad file descriptor", "snapshot"),
     ("(00.00) Error (criu/protobuf.c:70): Unexpected EOF on inventory.img", "snapshot"),
     ("(00.00) Error (criu/image.c:439): Unable to open core-1000.img: No such file or directory", "snapshot"),

@@ -42,6 +42,28 @@ def on(backend: str, hold: Path, model: dict[str, Any]) -> dict[str, Any]:
     return {**model, "engine": engine}
 
 
+def bundled(place: Path) -> dict[str, Any]:
+    """The real engine in a bundle of the operator's: a root of its own, an account without rights, three mounts."""
+    model, root = llama(), place / "bundle/image"
+    root.mkdir(parents=True)
+    for entry in Path("/").iterdir():
+        if entry.is_symlink():
+            (root / entry.name).symlink_to(entry.readlink())
+    program, gguf = Path(model["engine"]["command"][0]).resolve(), Path(model["weights"][0]).resolve()
+    mounts = [("/usr", "/usr"), ("/engine", str(program.parents[1])), (str(program.parents[1]), str(program.parents[1]))]
+    config = {
+        "root": {"path": "image"},
+        "process": {"user": {"uid": 65534, "gid": 65534}, "env": ["PATH=/usr/bin:/bin", "SEEN=theirs"]},
+        "mounts": [
+            {"destination": at, "type": "bind", "source": source, "options": ["bind", "ro"]}
+            for at, source in [*mounts, ("/models", str(gguf.parent))]
+        ],
+    }
+    (place / "bundle/config.json").write_text(json.dumps(config))
+    command = [f"/engine/bin/{program.name}", "--model", f"/models/{gguf.name}", *model["engine"]["command"][3:]]
+    return {**model, "engine": {**model["engine"], "backend": "runc", "bundle": str(place / "bundle"), "command": command}}
+
+
 @pytest.fixture(scope="module")
 def place() -> Iterator[Path]:
     require_root()
@@ -62,6 +84,7 @@ def system(place: Path) -> Iterator[Installation]:
     deep = on("sleep", hold, small(mapped, hold))
     models["deep"] = {**deep, "engine": {**deep["engine"], "sleep": {"level": 2}}}
     models["brief"] = {**deep, "engine": {**deep["engine"], "sleep": {"keep_s": 2}}}
+    models["bundled"] = bundled(place)
     system = Installation(place, network(19), models, runc=needed("REWAKE_RUNC"))
     try:
         system.start()
@@ -168,6 +191,30 @@ def test_a_drain_loses_no_request_and_nothing_stays_of_what_was_ended(
     eventually(lambda: not system.replicas(model), "no replica")
     if name == "runc":
         eventually(lambda: not groups(system), "its control group to be gone")
+
+
+def test_an_engine_in_a_bundle_of_the_operators_is_captured_and_restored_and_a_changed_bundle_is_another_engine(
+    system: Installation, place: Path, first: dict[str, str]
+) -> None:
+    assert system.complete("bundled").headers["x-rewake-start"] == "cold"
+    system.park("bundled")
+    manifest = manifest_of(system.snapshot("bundled"))
+    seen = {one.path for one in manifest.files}
+    assert str(Path(needed("REWAKE_MODEL")).resolve()) in seen
+    assert not [path for path in seen if path.startswith(("/engine/", "/models/"))]
+    answer = system.complete("bundled")
+    assert (answer.status_code, answer.headers["x-rewake-start"]) == (200, "restored"), answer.text
+    assert answer.json()["choices"][0]["text"] == first["criu"]
+    (replica,) = system.replicas("bundled")
+    (pid,) = [pid for pid in system.engines(replica["incarnation"]) if b"--model" in argv_of(pid)]
+    assert Path(f"/proc/{pid}/status").read_text().partition("Uid:")[2].split()[0] == "65534"
+    assert b"SEEN=theirs" in Path(f"/proc/{pid}/environ").read_bytes()
+    system.park("bundled")
+    text = (place / "bundle/config.json").read_text()
+    (place / "bundle/config.json").write_text(text.replace("SEEN=theirs", "SEEN=others"))
+    answer = system.complete("bundled")
+    assert (answer.status_code, answer.headers["x-rewake-start"]) == (200, "cold")
+    assert "config.json" in system.replicas("bundled")[0]["reason"]
 
 
 @pytest.mark.parametrize("name", CLONES)

@@ -14,9 +14,9 @@ from policies.config import Config, parse
 from restorer import doctor, gpudoctor
 
 
-def config(folder: Path, helper: list[str] | None, gpus: int = 1) -> Config:
+def config(folder: Path, helper: list[str] | None, gpus: int = 1, **more: Any) -> Config:
     engine = {"kind": "vllm", "command": [sys.executable], "gpu": {"count": gpus}}
-    restorer = {"gpu_helper": helper} if helper else {}
+    restorer = ({"gpu_helper": helper} if helper else {}) | more
     return parse({"models": {"m": {"engine": engine}}, "restorer": restorer, "state_dir": str(folder / "state")})
 
 
@@ -60,6 +60,26 @@ async def test_what_is_out_of_order_is_said_with_its_remedy(tmp_path: Path, fact
     (finding,) = [one for one in (await gpudoctor.examine(config(tmp_path, helper)))[0] if one.name == name]
     assert (finding.ok, finding.found) == ("warn", found)
     assert finding.remedy
+
+
+@pytest.mark.parametrize(
+    ("facts", "word", "ok", "found", "remedy"),
+    [
+        ({"driver": "595.58", "open_module": True}, {}, "warn", "595.58, open kernel module", "can hang the whole host"),
+        ({"driver": "595.58"}, {}, "warn", "595.58", "can hang the whole host"),
+        ({"driver": "595.58", "open_module": False}, {}, "ok", "595.58, proprietary kernel module", ""),
+        ({"driver": "595.58", "open_module": True}, {"595": "allow"}, "ok", "595.58, open kernel module", ""),
+        ({"driver": "570.1"}, {}, "warn", "570.1", "onto another GPU than it was taken from"),
+        ({"driver": "580.1"}, {"580": "deny"}, "warn", "580.1", "take it out of restorer.drivers"),
+    ],
+)
+async def test_restore_case_55_the_doctor_says_what_a_driver_is_not_used_for(
+    tmp_path: Path, facts: dict[str, Any], word: dict[str, str], ok: str, found: str, remedy: str
+) -> None:
+    helper = fake_cuda.written(tmp_path / "cuda", **facts)
+    findings, _ = await gpudoctor.examine(config(tmp_path, helper, drivers=word))
+    assert (findings[0].name, findings[0].ok, findings[0].found) == ("gpu driver", ok, found)
+    assert remedy in findings[0].remedy
 
 
 async def test_more_gpus_than_there_are(tmp_path: Path) -> None:

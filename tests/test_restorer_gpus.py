@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.manifest import Gpu, GpuFacts, GpuState
+from restorer import cuda_driver
 from restorer.cuda import Cuda
 from restorer.errors import Environment
 from restorer.gpus import Gpus, Placement, mapping
@@ -60,6 +61,18 @@ async def test_a_start_that_is_given_up_while_it_waits_holds_nothing(gpus: Gpus)
 async def test_the_donors_gpu_is_preferred_and_another_will_do(gpus: Gpus) -> None:
     assert (await gpus.lease("a", 1, need_bytes=1, wait_s=1, prefer=("GPU-1",))).indices == (1,)
     assert (await gpus.lease("b", 1, need_bytes=1, wait_s=1, prefer=("GPU-1",))).indices == (0,)
+
+
+async def test_a_living_process_waits_for_its_own_gpu_and_takes_no_other(gpus: Gpus) -> None:
+    await gpus.lease("a", 1, need_bytes=1, wait_s=1, prefer=("GPU-1",))
+    waiting = asyncio.create_task(gpus.lease("b", 1, need_bytes=1, wait_s=30, prefer=("GPU-1",), only=True))
+    await asyncio.sleep(0)
+    gpus.release("a")
+    assert (await waiting).uuids == ("GPU-1",)
+    with pytest.raises(Environment, match="GPU 1: leased to b"):
+        await gpus.lease("c", 1, need_bytes=1, wait_s=0.1, prefer=("GPU-1",), only=True)
+    with pytest.raises(Environment, match="it can run on GPU-9 alone"):
+        await gpus.lease("c", 1, need_bytes=1, wait_s=60, prefer=("GPU-9",), only=True)
 
 
 async def test_a_start_that_needs_no_certain_gpu_gets_the_emptiest(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,3 +175,43 @@ def test_a_map_is_one_to_one_and_whole_wherever_the_engine_goes(data: st.DataObj
     assert sorted(pairs) == sorted(old)
     assert sorted(pairs.values()) == sorted(new)
     assert [pairs[uuid] for uuid in used] == list(target)
+
+
+# ---------------------------------------------------------------- how GPUs are linked, as NVML says it
+
+
+class Nvml:
+    """As much of NVML as is asked for links: pairs of GPUs, and links that are up."""
+
+    NVML_NVLINK_MAX_LINKS = 18
+    NVML_FEATURE_ENABLED = 1
+    NVML_ERROR_INVALID_ARGUMENT, NVML_ERROR_NOT_SUPPORTED, NVML_ERROR_UNKNOWN = 2, 3, 999
+
+    class NVMLError(Exception):
+        def __init__(self, value: int) -> None:
+            super().__init__(value)
+            self.value = value
+
+    def __init__(self, up: list[int], nearness: int, fault: int | None = None) -> None:
+        self._up, self._nearness, self._fault = up, nearness, fault
+
+    def nvmlDeviceGetTopologyCommonAncestor(self, one: int, other: int) -> int:
+        assert one != other
+        return self._nearness
+
+    def nvmlDeviceGetNvLinkState(self, handle: int, link: int) -> int:
+        if self._fault is not None:
+            raise self.NVMLError(self._fault)
+        return int(link < self._up[handle])
+
+
+def test_the_class_of_links_is_the_same_for_gpus_in_any_order() -> None:
+    assert cuda_driver._topology(Nvml([18, 18], 40), [0, 1]) == "NVLinks 18 18; bus 40"
+    assert cuda_driver._topology(Nvml([18, 4], 40), [0, 1]) == cuda_driver._topology(Nvml([4, 18], 40), [0, 1])
+    assert cuda_driver._topology(Nvml([0, 0, 0], 50), [0, 1, 2]) == "NVLinks 0 0 0; bus 50 50 50"
+    assert cuda_driver._topology(Nvml([18], 0), [0]) == ""
+
+
+def test_gpus_without_nvlink_have_none_and_a_driver_that_fails_says_nothing() -> None:
+    assert cuda_driver._topology(Nvml([9, 9], 20, Nvml.NVML_ERROR_NOT_SUPPORTED), [0, 1]) == "NVLinks 0 0; bus 20"
+    assert cuda_driver._topology(Nvml([9, 9], 20, Nvml.NVML_ERROR_UNKNOWN), [0, 1]) is None

@@ -314,6 +314,13 @@ def test_socket_tables_are_read_as_the_kernel_writes_them(tmp_path: Path) -> Non
     assert [found[inode].state for inode in (13, 14, 15)] == ["LISTEN", "ESTABLISHED", "OTHER"]
 
 
+def test_huge_pages_are_noted_since_another_host_must_have_them(tmp_path: Path) -> None:
+    process = tmp_path / "42"
+    (process / "task/42").mkdir(parents=True)
+    (process / "maps").write_text("7f0000000000-7f0000200000 rw-p 00000000 00:0f 9    /anon_hugepage (deleted)\n")
+    assert codes(examine(42, proc_root=tmp_path)) == [("huge_pages", "note")]
+
+
 def test_what_waits_for_a_device_is_noted_and_what_is_traced_is_fatal(tmp_path: Path) -> None:
     process = tmp_path / "42"
     for folder in ("fd", "task/42", "task/43"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 from conftest import eventually
 
+import rewake
 from policies.failures import Verdict
 from policies.journal import MOST_TEXT, Undo, decoded
 from restorer import journal as journals
@@ -283,3 +286,30 @@ class _Host:
 class _Boxes(dict[str, Any]):
     def known(self, id: str) -> Any:
         return self.get(id)
+
+
+async def test_the_command_lists_attempts_and_shows_each_step_of_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "rewake.yaml"
+    config.write_text(f"state_dir: {tmp_path}/state\nmodels: {{m: {{engine: {{kind: http, command: [/bin/true]}}}}}}\n")
+    (tmp_path / "state").mkdir()
+    store = Journals(tmp_path / "state/journal")
+    journal = store.begin(**WHAT)
+    journal.done(journal.step("take box", Undo(what="box", name="b1")), 0.0125)
+    journal.failed(journal.step("dump"), 0.5, OSError("no luck"))
+    journal.undone(0, "box b1 was ended")
+    await store.end(journal, "failed", "no luck", Verdict(cls="tool", evidence="Error (criu/x.c:1): no luck", remedy="look"))
+    store.begin(**WHAT | {"replica": "m#1"})
+
+    def shown(*arguments: str) -> str:
+        assert rewake.main(["journal", *arguments, "-c", str(config)]) == 0
+        return " ".join(capsys.readouterr().out.split())
+
+    listed = await asyncio.to_thread(shown)
+    assert "[tool] Error (criu/x.c:1): no luck; look" in listed
+    assert "under way" in listed
+    one = await asyncio.to_thread(shown, "m#0")
+    for text in ("12.5 ms", "box b1", "undone: box b1 was ended", "failed: no luck", "fault: [tool]"):
+        assert text in one
+    assert len(json.loads(await asyncio.to_thread(shown, "--json", "--last", "1"))) == 1
+    assert await asyncio.to_thread(rewake.main, ["journal", "nothing", "-c", str(config)]) == 2
+    assert "lists them" in capsys.readouterr().err

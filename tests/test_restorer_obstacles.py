@@ -5,49 +5,21 @@ The inventory must have said before what came of it: a fatal finding that CRIU w
 
 from __future__ import annotations
 
-import asyncio
 import shutil
-import sys
 import tempfile
-import textwrap
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import eventually, require_root
-from e2e_installation import needed, network
+from conftest import require_root
+from dumping import started, survives
+from e2e_installation import network
 
 from restorer.box import Box, BoxFactory
-from restorer.criu import GHOST_LIMIT, Criu
-from restorer.errors import ToolFailed
+from restorer.criu import GHOST_LIMIT
 from restorer.inventory import examine
-from restorer.trees import capture_tree, lay_tree
 
 pytestmark = pytest.mark.criu
-
-PRELUDE = """
-import ctypes, fcntl, mmap, os, signal, socket, struct, subprocess, sys, threading, time
-libc = ctypes.CDLL(None, use_errno=True)
-libc.mmap.restype = libc.shmat.restype = ctypes.c_void_p
-private = os.environ["HOME"]
-class Lacking(Exception): pass
-def ok(result):
-    if result < 0: raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    return result
-def child(act):
-    if os.fork() == 0:
-        act()
-        open(private + "/child", "w").close()
-        time.sleep(3600)
-    while not os.path.exists(private + "/child"): time.sleep(0.01)
-try:
-"""
-POSTLUDE = """
-except OSError as error:
-    open(private + "/lacking", "w").write(str(error))
-open(private + "/ready", "w").close()
-while True: time.sleep(3600)
-"""
 
 FINE = {
     "descriptors": """
@@ -141,42 +113,6 @@ async def boxes(folder: Path) -> AsyncIterator[BoxFactory]:
     yield factory
     for box in await factory.survivors():
         await factory.discard(box)
-
-
-async def started(box: Box, script: str) -> int:
-    """Run a script in a box; its host pid. Skips where this kernel has not what the script needs."""
-    body = textwrap.indent(textwrap.dedent(script).strip(), "    ")
-    environment = {"PATH": "/usr/bin:/bin", "HOME": str(box.mountpoint / "home")}
-    inner = await box.spawn([sys.executable, "-I", "-c", PRELUDE + body + POSTLUDE], environment)
-    home = box.private / "home"
-    await eventually(
-        lambda: (home / "ready").exists() or box.host_pid(inner) is None, within=20, what="the process to be as it shall be"
-    )
-    if (home / "lacking").exists():
-        pytest.skip(f"not on this kernel: {(home / 'lacking').read_text()}")
-    pid = box.host_pid(inner)
-    assert pid is not None, box.log.read_text()
-    return pid
-
-
-async def survives(boxes: BoxFactory, box: Box, images: Path) -> bool:
-    """Does it come back out of a dump, elsewhere."""
-    criu = Criu(Path(needed("REWAKE_CRIU")), 20)
-    options = ("--tcp-established", "--network-lock", "skip")
-    other = await boxes.take()
-    try:
-        (images / "i").mkdir(parents=True)
-        await criu.dump(box, 1000, images / "i", options)
-        for number, place in enumerate((box.root / "dev/shm", box.private)):
-            await asyncio.to_thread(capture_tree, place, images / str(number))
-        for number, place in enumerate((other.root / "dev/shm", other.private)):
-            await asyncio.to_thread(lay_tree, images / str(number), place)
-        await criu.restore(other, images / "i", options)
-    except ToolFailed:
-        return False
-    finally:
-        await boxes.discard(other)
-    return True
 
 
 def fatal(box: Box, pid: int) -> set[str]:

@@ -54,6 +54,7 @@ def draft(**changes: object) -> Manifest:
             "cold_start_s": 1.25,
             "bytes": 0,
             "bytes_written": 0,
+            "secrets": (),
             **changes,
         }
     )
@@ -281,6 +282,26 @@ def test_the_manifest_is_written_after_every_object_is_durable(store: SnapshotSt
     assert {"fsync core-1000.img", "fsync inventory.img", "fsync pages-1.img", "fsync tree.json"} <= set(steps[:-1])
     assert steps[-2:] == ["fsync snapshots", "write_durable manifest.json"]
     assert store.load(manifest.id)
+
+
+@pytest.mark.parametrize("step", ["dig_holes", "fsync", "fsync_tree", "write_durable"])
+def test_restore_case_82_a_crash_while_another_is_made_leaves_the_one_there_was(
+    store: SnapshotStore, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """There is no moment without a snapshot: ids are hashes, so that nothing is ever replaced."""
+    first = committed(store)
+
+    def crash(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        for user in (module, objects):
+            if hasattr(user, step):
+                patch.setattr(user, step, crash)
+        with pytest.raises(KeyboardInterrupt):
+            committed(store, created_ms=first.created_ms + 1)
+    assert [one.id for one in store.list()] == [first.id]
+    assert store.verify(first, full=True) == []
 
 
 def test_a_device_or_symlink_among_the_images_is_refused(store: SnapshotStore) -> None:

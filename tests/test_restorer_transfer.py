@@ -22,9 +22,10 @@ from s3_server import S3, s3_server
 
 from policies.manifest import Allocation, GpuState, Manifest, WeightsPart
 from policies.storage import Remote
-from restorer import chunks, transfer
+from policies.trust import Trust
+from restorer import chunks, keyring, signatures, transfer
 from restorer.catalog import Catalog, open_catalog
-from restorer.errors import Environment, RemoteFailed, SnapshotError
+from restorer.errors import Environment, InUse, RemoteFailed, SnapshotError
 from restorer.partial import PREFIX, Busy, Partial
 
 KEY = "5f" * 32
@@ -275,6 +276,30 @@ async def test_nothing_readable_leaves_where_there_is_a_key(tmp_path: Path, here
     same(here, there, manifest)
 
 
+@pytest.mark.parametrize("signer", ["nobody", "somebody else", "the trusted one"])
+async def test_what_no_trusted_key_signed_is_not_pulled(s3: S3, tmp_path: Path, here: Place, there: Place, signer: str) -> None:
+    """Refused before a byte of it was fetched; the signatures that are there travel, and nobody signs in another's place."""
+    ring = {}
+    for name in ("trusted", "other"):
+        private = tmp_path / name
+        keyring.make(private)
+        ring[name] = keyring.KeyRing(Trust(policy="require", sign_with=str(private)))
+    if signer != "nobody":
+        here.snapshots.sign = ring["trusted" if signer == "the trusted one" else "other"].sign
+    manifest, catalog = here.made(pages=1), open_catalog("copies", s3.remote(tmp_path.name))
+    await here.push(catalog, manifest)
+    s3.requests.clear()
+    if signer == "the trusted one":
+        await there.pull(catalog, manifest.id, keys=ring["trusted"])
+        a, b = (signatures.read(place.snapshots.folder(manifest.id)) for place in (here, there))
+        assert a == b != {}
+        return
+    with pytest.raises(SnapshotError, match="is not pulled"):
+        await there.pull(catalog, manifest.id, keys=ring["trusted"])
+    assert s3.count("GET") == 0
+    assert list(there.snapshots.list()) == []
+
+
 async def test_a_remote_that_is_not_encrypted_stays_so(
     pushed: tuple[Manifest, Catalog, Path], here: Place, tmp_path: Path
 ) -> None:
@@ -442,7 +467,7 @@ with here.snapshots.stage() as staging:
             file.write(random.Random(n).randbytes(1 << 20))
         file.truncate(20_000_000_000)
     step("made")
-    id = here.snapshots.commit(staging, draft()).id
+    id = here.snapshots.commit(staging, draft(secrets=())).id
 step("committed")
 assert len(here.snapshots.list()) == 1
 step("listed")
@@ -475,3 +500,35 @@ async def test_what_was_written_over_in_between_is_fetched_again(pushed: tuple[M
         partial.write("images/pages-1.img", 0, os.urandom(3 << 20))
     await there.pull(catalog, manifest.id)
     assert list(there.snapshots.verify(manifest.id, full=True)) == []
+
+
+# ---------------------------------------------------------------- what may leave
+
+
+async def test_restore_case_44_secrets_leave_the_host_only_encrypted(settings: Remote, here: Place) -> None:
+    catalog = open_catalog("copies", settings)
+    for secrets in (("env HF_TOKEN",), None):
+        manifest = here.made(created_ms=7 if secrets else 8, secrets=secrets)
+        if settings.key_file is not None:
+            assert (await here.push(catalog, manifest)).chunks
+            continue
+        with pytest.raises(Environment, match="encrypt its copies") as refused:
+            await here.push(catalog, manifest)
+        assert "env HF_TOKEN" in str(refused.value) or secrets is None
+        assert not await catalog.has(manifest)
+
+
+async def test_what_is_pushed_is_not_removed_meanwhile(settings: Remote, here: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = here.made()
+    real, refused = transfer._put, []
+
+    async def put(*args: object, **kwargs: object) -> None:
+        with pytest.raises(InUse):
+            here.snapshots.remove(manifest.id)
+        refused.append(True)
+        await real(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(transfer, "_put", put)
+    await here.push(open_catalog("copies", settings), manifest)
+    assert refused == [True]
+    here.snapshots.remove(manifest.id)

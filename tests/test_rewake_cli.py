@@ -25,7 +25,7 @@ from policies.manifest import Exchange, HostFacts, Manifest, MappedFile, Profile
 from policies.replica import Replica, State
 from policies.verdicts import Note
 from policies.wire import Operation, OperationState
-from restorer import operator
+from restorer import operator, rundir
 from restorer.snapshots import SnapshotStore
 from restorer.stamps import Stamps
 
@@ -387,6 +387,18 @@ async def test_a_wrong_token_says_how_to_mend_it(place: Place, api: AdminApi) ->
     assert "restart it with this configuration" in err
 
 
+async def test_what_runs_is_reached_although_the_file_names_another_address_by_now(place: Place, api: AdminApi) -> None:
+    port = parse(yaml.safe_load(place.config.read_text())).gateway.port
+    with rundir.lock(place.run_dir):
+        rundir.announce(rundir.Address(url=f"http://127.0.0.1:{port}", run_dir=str(place.run_dir)), place.state_dir)
+        place.write(port=1, run_dir=str(place.folder / "moved"))
+        assert (await place.call("ps", "--json"))[0] == 0
+    # It has ended: now the file is right.
+    place.write(port=1)
+    code, _, err = await place.call("ps")
+    assert (code, "no gateway answers at http://127.0.0.1:1 " in err) == (1, True)
+
+
 def test_no_gateway_says_where_it_was_looked_for(place: Place) -> None:
     code, _, err = place.run("ps")
     assert code == 1
@@ -480,8 +492,7 @@ def snapshot(place: Place, created_ms: int = 1000, **more: Any) -> Manifest:
         cold_start_s=12.34,
         bytes=0,
         bytes_written=0,
-        **more,
-    )
+    ).model_copy(update=more)
     with store.stage() as staging:
         (staging.images / "pages-1.img").write_bytes(os.urandom(100_000))
         return store.commit(staging, draft)
@@ -502,6 +513,16 @@ def flip(path: Path) -> None:
 def test_snapshot_ls_is_empty_where_there_is_none(place: Place) -> None:
     assert place.run("snapshot", "ls") == (0, "SNAPSHOT  MODEL  ENGINE  MADE  SIZE  COLD START  SIGNATURE  STATE\n", "")
     assert json.loads(place.run("snapshot", "ls", "--json")[1]) == []
+
+
+def test_a_quarantined_snapshot_can_be_released(place: Place) -> None:
+    one = snapshot(place, 1000)
+    verdicts = store_of(place).verdicts
+    verdicts.note(one.id, Note(what="failed", host=verdicts.host, certain=True, reason="its canary differed"))
+    code, out, _ = place.run("snapshot", "release", one.id[:8])
+    assert (code, out.strip()) == (0, f"released {one.id}, which was quarantined: its canary differed")
+    assert verdicts.standing(one.id).quarantined is None
+    assert "neither quarantined nor held back" in place.run("snapshot", "release", one.id)[1]
 
 
 def test_snapshot_ls_shows_whole_quarantined_and_damaged_ones(place: Place) -> None:

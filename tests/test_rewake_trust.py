@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from test_rewake_cli import Place, flip, snapshot, store_of
+
+from policies.manifest import Manifest, Needs, Profile
+from policies.verdicts import Note
+from restorer import hostfacts
 
 
 @pytest.fixture
@@ -105,3 +110,93 @@ def test_rm_says_who_uses_it(place: Place) -> None:
     assert (code, out) == (1, "")
     assert f"{manifest.id} is used by pid " in err
     assert place.run("snapshot", "rm", manifest.id)[0] == 0
+
+
+# ---------------------------------------------------------------- explain
+
+
+def fitting(place: Place, **changes: Any) -> Manifest:
+    """A snapshot of the model ``m`` as it is configured, made on this very host."""
+    here = hostfacts.probe(None)
+    facts = here.model_copy(update={"criu_version": "4.2", "criu_features": (), **changes})
+    profile = Profile(model="m", engine="http", command=("/bin/true",), env={}, port=8000, weights={})
+    needs = Needs(memory_bytes=1, shm_bytes=0, hugepages={}, nofile=64, memlock=0)
+    return snapshot(place, pids=(1000,), profile=profile, host=facts, needs=needs, engine_version="b42", model_revision="c0" * 20)
+
+
+@pytest.fixture
+def criu(place: Place) -> str:
+    """What says that it is CRIU 4.2 and that it works."""
+    path = place.folder / "criu"
+    path.write_text('#!/bin/sh\ncase "$1$3" in --version) echo "Version: 4.2" ;; check) ;; *) exit 1 ;; esac\n')
+    path.chmod(0o755)
+    place.write(port=1, restorer={"criu": str(path)})
+    return str(path)
+
+
+def test_explain_names_the_snapshot_that_would_be_restored(place: Place, criu: str) -> None:
+    manifest = fitting(place)
+    code, out, _ = place.run("snapshot", "explain", "alias")
+    assert code == 0, out
+    assert out.splitlines()[0] == f"m would be restored from {manifest.id}"
+    assert "http b42, revision c0c0c0c0c0c0" in out
+    assert "fits this host" in out
+    assert "other hosts: unknown, since no gateway answers" in out
+    code, out, _ = place.run("snapshot", "explain", manifest.id[:5], "--all")
+    assert code == 0
+    assert "at_least" in out
+
+
+def test_explain_lists_every_mismatch_and_exits_with_3(place: Place, criu: str) -> None:
+    manifest = fitting(place, kernel="1.2.3", xsave_size=11008)
+    (place.folder / "engine-binary").write_bytes(b"another")
+    keyed(place, policy="warn")
+    place.write(port=1, restorer={"criu": criu}, trust={"policy": "warn", "sign_with": str(place.folder / "k")},
+                matching={"rules": {"xsave_size": "report"}})  # fmt: skip
+    code, out, _ = place.run("snapshot", "explain")
+    assert code == 3
+    assert "m would start cold: none of its 1 snapshot fits" in out
+    rows = {line.split()[0]: line for line in out.splitlines() if line.startswith("  ")}
+    assert "1.2.3" in rows["host.kernel"]
+    assert "equal" in rows["host.kernel"]
+    assert "let pass by matching.rules.xsave_size: report" in rows["host.xsave_size"]
+    assert "allowed" in rows["signature"]
+    assert str(place.folder / "engine-binary") in out
+    code, out, _ = place.run("snapshot", "explain", "--json")
+    assert code == 3
+    (model,) = json.loads(out)["models"]
+    (found,) = model["snapshots"]
+    assert (found["id"], found["fits"], model["fits"], model["chosen"]) == (manifest.id, False, False, None)
+    assert {one["field"] for one in found["mismatches"]} == {"host.kernel", f"file {place.folder / 'engine-binary'}"}
+    assert {one["field"] for one in found["allowed"]} == {"host.xsave_size", "signature"}
+
+
+def test_explain_says_what_else_keeps_a_model_cold(place: Place, criu: str) -> None:
+    code, out, _ = place.run("snapshot", "explain", "m")
+    assert code == 3
+    assert "there is no snapshot of it; make one with `rewake snapshot create m`" in out
+    manifest = fitting(place)
+    store_of(place).verdicts.note(
+        manifest.id, Note(what="failed", host=store_of(place).verdicts.host, certain=True, reason="its canary differed")
+    )
+    code, out, _ = place.run("snapshot", "explain", "m")
+    assert code == 3
+    assert "quarantined: " in out
+    assert "its canary differed" in out
+    place.write(port=1, restorer={"criu": "/no/such/criu"})
+    code, out, _ = place.run("snapshot", "explain", "m")
+    assert code == 3
+    assert "/no/such/criu is not installed" in out
+    (store_of(place).folder(manifest.id) / "manifest.json").chmod(0o600)
+    (store_of(place).folder(manifest.id) / "manifest.json").write_text("{}")
+    assert "is not a readable manifest" in place.run("snapshot", "explain")[1]
+    assert place.run("snapshot", "explain", "nobody")[0] == 1
+
+
+def test_restore_case_36_a_cpu_that_differs_is_found_without_any_file_of_crius(place: Place, criu: str) -> None:
+    """Our own capture of the CPU decides: the snapshot has no cpuinfo.img, as those that runc asks for have none."""
+    manifest = fitting(place, cpu_flags=("avx512_of_nobody",))
+    assert not list(store_of(place).folder(manifest.id).rglob("cpuinfo.img"))
+    code, out, _ = place.run("snapshot", "explain", manifest.id)
+    assert code == 3
+    assert "avx512_of_nobody" in out

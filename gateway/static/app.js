@@ -126,5 +126,7 @@ $("theme").addEventListener("click", () => {
 });
 theme(Object.hasOwn(THEMES, localStorage.getItem("rewake-theme") ?? "") ? localStorage.getItem("rewake-theme") : "auto");
 
+// Until here nothing could have been typed that this page does not handle.
+for (const id of ["token", "sign-in"]) $(id).disabled = false;
 if (token.get()) begin();
 else $("token").focus();

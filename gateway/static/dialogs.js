@@ -132,6 +132,29 @@ const ACTIONS = {
       done: (task) => (settle(task), `${snapshot} is being verified.`),
     });
   },
+  push({ snapshot, host }, view) {
+    confirm({
+      title: `Push ${snapshot}?`,
+      text: [`${host} copies it to the remote${view.remotes.length === 1 ? ` ${view.remotes[0]}` : ""}; what is there already is not sent again. It goes on if this page is closed.`],
+      verb: "Push",
+      act: () => call("POST", "tasks", { kind: "push", snapshot, host }),
+      done: (task) => (settle(task), `${snapshot} is being pushed.`),
+    });
+  },
+  pull({ snapshot, host }) {
+    confirm({
+      title: `Pull ${snapshot} to ${host}?`,
+      text: ["Only what the host has not got is fetched; every byte and the signature are checked before it is published."],
+      verb: "Pull",
+      act: () => call("POST", "tasks", { kind: "pull", snapshot, host }),
+      done: (task) => (settle(task), `${snapshot} is being pulled.`),
+    });
+  },
+  async remote({ host }, view) {
+    const here = new Set(view.hosts.find((one) => one.host === host)?.snapshots.map((one) => one.id));
+    const signal = open(`Pull a snapshot to ${host}`, h("p", { role: "status" }, "Asking the remote…"), [close()], "wide");
+    await shown(signal, { kind: "remote", host }, (found) => copies(found, host, here));
+  },
   async explain({ snapshot, host }) {
     const signal = open(`Does ${snapshot} fit ${host}?`, h("p", { role: "status" }, "Asking…"), [close()], "wide");
     await shown(signal, { kind: "explain", snapshot, host }, explanation);
@@ -193,6 +216,22 @@ async function shown(signal, body, render) {
   } catch (error) {
     if (!signal.aborted) content.replaceChildren(h("p", { class: "error", role: "alert" }, error.message));
   }
+}
+
+function copies({ remote, snapshots }, host, here) {
+  if (!snapshots.length) return [h("p", {}, `There are no snapshots in ${remote}.`)];
+  const rows = snapshots.map((one) =>
+    h("tr", {},
+      h("th", { scope: "row" }, h("span", { class: "name mono" }, one.id), h("span", { class: "under" }, one.model ?? one.state)),
+      h("td", { "data-label": "Made" }, h("div", { class: "value" }, one.created_ms ? moment(one.created_ms) : "–")),
+      h("td", { "data-label": "Size" }, h("div", { class: "value" }, bytes(one.bytes))),
+      h("td", { "data-label": "Actions" }, h("div", { class: "value actions" }, here.has(one.id) ? "is here" : h("button", { type: "button", "data-act": "pull", "data-snapshot": one.id, "data-host": host, "aria-label": `Pull ${one.id}` }, "Pull"))),
+    ),
+  );
+  return [
+    h("p", { class: "note" }, `In ${remote}:`),
+    h("div", { class: "scroll" }, h("table", { class: "list" }, h("caption", { class: "unseen" }, "Snapshots in the remote"), h("thead", {}, h("tr", {}, ["Snapshot", "Made", "Size"].map((title) => h("th", { scope: "col" }, title)), h("th", { scope: "col" }, h("span", { class: "unseen" }, "Actions")))), h("tbody", {}, rows))),
+  ];
 }
 
 function explanation({ model, fits, quarantined, mismatches, made }) {

@@ -290,6 +290,7 @@ function snapshots(view, now) {
             { class: "actions" },
             button("explain", "Explain", `Explain whether ${one.id} fits ${host.host}`, facts),
             button("verify", "Verify", `Verify every byte of ${one.id}`, facts),
+            view.remotes.length ? button("push", "Push", `Push ${one.id} to the remote`, facts) : null,
           ),
         ),
       );
@@ -298,7 +299,7 @@ function snapshots(view, now) {
     return h(
       "div",
       { "data-key": host.host, class: "host" },
-      h("h3", {}, host.host, h("span", { class: "under" }, ` ${note}`)),
+      h("h3", {}, host.host, h("span", { class: "under" }, ` ${note}`), view.remotes.length ? button("remote", "Pull…", `Pull a snapshot to ${host.host}`, { "data-host": host.host }, { class: "small" }) : null),
       table(`Snapshots on ${host.host}`, ["Snapshot", "State", "Made", "Size", "Cold start", h("span", { class: "unseen" }, "Actions")], rows, "No snapshots here. The first cold start of a model makes one, unless snapshot.create is manual."),
     );
   });

@@ -1,0 +1,76 @@
+"""What the real CRIU writes when a restore fails, and whose fault we say it is."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from conftest import require_root
+from dumping import dumped, restored, started
+from e2e_installation import network
+
+from restorer.box import BoxFactory
+from restorer.errors import ToolFailed
+
+pytestmark = pytest.mark.criu
+
+
+@pytest.fixture
+async def boxes() -> AsyncIterator[BoxFactory]:
+    require_root()
+    folder = Path(tempfile.mkdtemp(prefix="rewake-criu-", dir="/var/tmp"))
+    factory = BoxFactory(run_dir=folder / "run", state_dir=folder / "state", network=network(53), spare=0)
+    yield factory
+    for box in await factory.survivors():
+        await factory.discard(box)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+async def test_real_failures_are_told_apart_by_what_criu_wrote(boxes: BoxFactory, tmp_path: Path) -> None:
+    library = tmp_path / "library.bin"
+    library.write_bytes(bytes(8192))
+    script = f"""
+        with open({str(library)!r}, "rb") as file: kept = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        server = socket.create_server(("0.0.0.0", 9000))
+        """
+    donor = await boxes.take()
+    await started(donor, script)
+    images = tmp_path / "images"
+    await dumped(donor, images)
+
+    async def verdict() -> tuple[str, str]:
+        box = await boxes.take()
+        try:
+            with pytest.raises(ToolFailed) as failed:
+                await restored(images, box)
+        finally:
+            await boxes.discard(box)
+        found = failed.value.verdict
+        return found.cls, found.evidence
+
+    library.write_bytes(bytes(4096))
+    cls, evidence = await verdict()
+    assert (cls, "bad size" in evidence) == ("host", True), evidence
+    library.unlink()
+    cls, evidence = await verdict()
+    assert (cls, "Can't open file" in evidence) == ("host", True), evidence
+    library.write_bytes(bytes(8192))
+
+    core = images / "i/core-1000.img"
+    whole = core.read_bytes()
+    core.write_bytes(whole[: len(whole) // 2])
+    assert (await verdict())[0] == "snapshot"
+    core.unlink()
+    assert (await verdict())[0] == "snapshot"
+    core.write_bytes(whole)
+
+    taken = await boxes.take()
+    await taken.spawn(["/bin/sleep", "60"], {})
+    (taken.private / "engine.log").unlink()
+    with pytest.raises(ToolFailed) as failed:
+        await restored(images, taken)
+    assert failed.value.verdict.cls == "transient", failed.value.verdict
+    assert "File exists" in failed.value.verdict.evidence
