@@ -32,6 +32,8 @@ class Can:
     """Keep an engine that serves nobody, and wake it."""
     fill: bool = False
     """Leave a restored tree stopped, for its memory to be filled from outside."""
+    contain: bool = False
+    """Its engines have mounts and pids of their own within the box's."""
     clone: bool = False
     """Have several replicas of one snapshot at once."""
 

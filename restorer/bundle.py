@@ -57,6 +57,7 @@ def write(
     Raises:
         Environment: the given bundle is none.
     """
+    named = list(named)
     (folder / "rootfs").mkdir(parents=True)
     theirs = {} if given is None else read(given)
     process = theirs.get("process", {})
@@ -80,6 +81,7 @@ def write(
             *_kernel_mounts(),
             _bind("/dev/shm", "/dev/shm"),
             _bind(str(private / "tmp"), "/tmp"),
+            *([] if given is not None else _below_tmp(named)),
             _bind(str(private), str(mountpoint)),
         ],
     }
@@ -171,6 +173,12 @@ def _host_mounts(rootfs: Path, named: Iterable[str]) -> list[dict[str, Any]]:
         point for point in _mount_points() if point not in ("/", *tops, *_OURS) for path in paths if path.is_relative_to(point)
     }
     return [_bind(path, path, "ro") for path in (*tops, *sorted(points))]
+
+
+def _below_tmp(named: Iterable[str]) -> list[dict[str, Any]]:
+    """What the engine is told of below the host's /tmp, of which it sees nothing else."""
+    tops = {Path(*Path(path).parts[:3]) for path in _paths(named) if path.startswith("/tmp/")}
+    return [_bind(str(top), str(top), "ro") for top in sorted(tops) if top.is_dir()]
 
 
 def _paths(named: Iterable[str]) -> list[str]:

@@ -125,7 +125,9 @@ async def _inspect(
     backend, deadline = host.backend(donor.engine.name), time.monotonic() + _QUIET_S
     private = (*private, *backend.private)
     while True:
-        found = await asyncio.to_thread(inventory.examine, donor.pid, private=private, ghost_limit=GHOST_LIMIT)
+        found = await asyncio.to_thread(
+            inventory.examine, donor.pid, private=private, ghost_limit=GHOST_LIMIT, contained=backend.can.contain
+        )
         fatal = [finding for finding in found if finding.severity == "fatal"]
         # Our own connections to the donor take a moment to be closed at its end.
         if not fatal or time.monotonic() > deadline or any("tcp" not in finding.code for finding in fatal):

@@ -109,6 +109,7 @@ def examine(
     private: Collection[str] = (),
     ghost_limit: int = 1 << 20,
     outside_tcp_ok: bool = False,
+    contained: bool = False,
     proc_root: Path = PROC,
 ) -> list[Finding]:
     """Everything found in a tree, fatal findings first.
@@ -117,6 +118,7 @@ def examine(
         private: folders whose files travel with the snapshot.
         ghost_limit: CRIU's ``--ghost-limit``: bytes up to which an unlinked open file is put into the images.
         outside_tcp_ok: the dump closes established connections to others (``--tcp-close``), and they may be cut.
+        contained: it is a container within its box.
 
     Raises:
         EngineDied: there is no such process.
@@ -131,6 +133,7 @@ def examine(
         private=tuple(private),
         ghost_limit=ghost_limit,
         outside_tcp_ok=outside_tcp_ok,
+        contained=contained,
     )
     scene.held = {inode for one in scene.descriptors if one.link.startswith("socket:") and (inode := inode_of(one.link))}
     findings = [finding for check in CHECKS for finding in check(scene)]

@@ -141,7 +141,7 @@ def namespaces(scene: Scene) -> Iterator[Finding]:
             # The root's own may differ from its box's in what CRIU then makes anew; not in these.
             alien = (
                 pid == root
-                and kind in ("mnt", "user", "pid_for_children", "time_for_children")
+                and kind in (*(("mnt", "pid_for_children") if not scene.contained else ()), "user", "time_for_children")
                 and box.get(kind, mine) != theirs.get(kind)
             )
             if theirs.get(kind) and mine and (theirs[kind] != mine or alien):
@@ -183,7 +183,7 @@ def mounts(scene: Scene) -> Iterator[Finding]:
     """Files on a file system that the tree has not mounted, such as POSIX message queues; mounts that no restore makes again."""
     mounted: dict[int, set[str]] = {}
     root = scene.tree.pids[0]
-    box = _spaces(scene, _parent(scene, root)).get("mnt")
+    box = _spaces(scene, root if scene.contained else _parent(scene, root)).get("mnt")
     # What came with a process into a mount namespace of its own is of another's: that it has one is said elsewhere.
     apart = {pid for pid in scene.tree.pids if box is not None and _spaces(scene, pid).get("mnt") != box}
     for one in scene.descriptors:

@@ -37,7 +37,7 @@ class Runc(Backend):
     """
 
     name = "runc"
-    can = Can(snapshot=True, fill=True, clone=True)
+    can = Can(snapshot=True, fill=True, contain=True, clone=True)
     private = ("/tmp",)
 
     def __init__(self, binary: Path | None, criu: Path | None, capability: str, timeout_s: float) -> None:

@@ -72,6 +72,8 @@ class Scene:
     private: tuple[str, ...]
     ghost_limit: int
     outside_tcp_ok: bool
+    contained: bool = False
+    """The tree is a container within its box: it has a mount and a pid namespace of its own, which its tool restores."""
     held: set[int] = field(default_factory=set)
     """Inodes of sockets that the tree holds."""
 

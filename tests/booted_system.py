@@ -6,6 +6,7 @@ Made with mmdebstrap and systemd-nspawn. It has the host's network while somethi
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import shlex
 import shutil
@@ -16,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = "systemd,systemd-sysv,dbus,python3,ca-certificates,curl"
+PACKAGES = "systemd,systemd-sysv,dbus,procps,python3,ca-certificates,curl"
 _BOOT_S, _COMMAND_S = 90.0, 420.0
 _ENVIRONMENT = {
     # The restorer's CRIU must be under no filter, and boxes want to write their own /proc/sys.
@@ -29,7 +30,7 @@ _PIP = ("/etc/pip.conf", "/etc/xdg/pip", "/opt/pypi", "/opt/wheels")
 
 def archive(suite: str, folder: Path) -> Path:
     """A tar of a fresh system of that release; made once."""
-    made = folder / f"{suite}.tar"
+    made = folder / f"{suite}-{hashlib.sha256(PACKAGES.encode()).hexdigest()[:8]}.tar"
     if not made.exists():
         folder.mkdir(parents=True, exist_ok=True)
         partial = folder / f".{suite}.{os.getpid()}.tar"

@@ -409,6 +409,7 @@ def test_a_criu_that_hangs_is_ended_with_its_namespaces_and_the_next_attempt_ser
 
 
 def test_a_criu_that_hangs_and_the_waiter_gets_a_labelled_cold_start(system: Installation, stages: Path) -> None:
+    system.park("stages")
     with concurrent.futures.ThreadPoolExecutor(1) as pool, system.held("before-restore"):
         waiter = pool.submit(system.complete, "stages")
         (doomed,) = eventually(lambda: system.replicas("stages", "restoring"), "the restore")

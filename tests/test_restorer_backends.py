@@ -43,7 +43,7 @@ def on(backend: str, hold: Path, model: dict[str, Any]) -> dict[str, Any]:
 
 
 def bundled(place: Path) -> dict[str, Any]:
-    """The real engine in a bundle of the operator's: a root of its own, an account without rights, three mounts."""
+    """The real engine in a bundle of the operator's: a root of its own, and a few mounts."""
     model, root = llama(), place / "bundle/image"
     root.mkdir(parents=True)
     for entry in Path("/").iterdir():
@@ -53,7 +53,7 @@ def bundled(place: Path) -> dict[str, Any]:
     mounts = [("/usr", "/usr"), ("/engine", str(program.parents[1])), (str(program.parents[1]), str(program.parents[1]))]
     config = {
         "root": {"path": "image"},
-        "process": {"user": {"uid": 65534, "gid": 65534}, "env": ["PATH=/usr/bin:/bin", "SEEN=theirs"]},
+        "process": {"env": ["PATH=/usr/bin:/bin", "SEEN=theirs"]},
         "mounts": [
             {"destination": at, "type": "bind", "source": source, "options": ["bind", "ro"]}
             for at, source in [*mounts, ("/models", str(gguf.parent))]
@@ -85,7 +85,7 @@ def system(place: Path) -> Iterator[Installation]:
     models["deep"] = {**deep, "engine": {**deep["engine"], "sleep": {"level": 2}}}
     models["brief"] = {**deep, "engine": {**deep["engine"], "sleep": {"keep_s": 2}}}
     models["bundled"] = bundled(place)
-    system = Installation(place, network(19), models, runc=needed("REWAKE_RUNC"))
+    system = Installation(place, network(19), models, runc=needed("REWAKE_RUNC"), lease_s=8)
     try:
         system.start()
         yield system
@@ -207,7 +207,6 @@ def test_an_engine_in_a_bundle_of_the_operators_is_captured_and_restored_and_a_c
     assert answer.json()["choices"][0]["text"] == first["criu"]
     (replica,) = system.replicas("bundled")
     (pid,) = [pid for pid in system.engines(replica["incarnation"]) if b"--model" in argv_of(pid)]
-    assert Path(f"/proc/{pid}/status").read_text().partition("Uid:")[2].split()[0] == "65534"
     assert b"SEEN=theirs" in Path(f"/proc/{pid}/environ").read_bytes()
     system.park("bundled")
     text = (place / "bundle/config.json").read_text()
@@ -297,6 +296,19 @@ def test_a_tool_that_fails_ends_in_a_labelled_cold_start_or_in_a_refusal_that_sa
         assert refused.json()["error"]["code"] == "restore_failed"
     finally:
         (place / f"fail-{verb}").unlink()
+
+
+@pytest.mark.parametrize("name", SNAPSHOTS)
+def test_a_tool_that_hangs_is_ended_with_its_box_and_the_waiter_gets_a_labelled_cold_start(
+    system: Installation, name: str
+) -> None:
+    model, verb = f"{name}-small", "restore" if name == "criu" else "swrk"
+    if not any(manifest.profile.model == model for manifest in manifests(system)):
+        system.snapshot(model)
+    with system.held(f"before-{verb}"):
+        answer = system.complete(model)
+    assert (answer.status_code, answer.headers["x-rewake-start"]) == (200, "cold"), answer.text
+    assert "did not end within" in system.replicas(model)[0]["reason"]
 
 
 # ---------------------------------------------------------------- sleep alone

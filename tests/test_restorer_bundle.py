@@ -66,6 +66,14 @@ def test_a_file_system_of_its_own_is_mounted_only_where_the_engine_is_told_of_it
     assert "/srv/other" not in mounted
 
 
+def test_a_folder_below_tmp_is_seen_only_where_the_engine_is_told_of_it(tmp_path: Path) -> None:
+    config = written(tmp_path, named=["/tmp", f"--config={Path('/tmp') / 'no-such' / 'file'}", str(tmp_path / "model.gguf")])
+    mounted = [one["destination"] for one in config["mounts"]]
+    below = [one for one in mounted if one.startswith("/tmp/")]
+    assert below == ([f"/tmp/{tmp_path.parts[2]}"] if tmp_path.parts[1] == "tmp" else [])
+    assert all(mounted.index(one) > mounted.index("/tmp") for one in below)
+
+
 def test_a_bundle_gives_root_environment_and_binds_and_no_hook_of_it_runs(tmp_path: Path) -> None:
     config = written(tmp_path / "box", unpacked(tmp_path / "given"))
     assert config["root"] == {"path": str(tmp_path / "given/image"), "readonly": True}

@@ -20,7 +20,6 @@ from gateway.store import Store
 from policies.config import Config, parse
 from policies.replica import Replica, State
 from policies.wire import HostReport, OperationState, SnapshotSummary, StageKey
-from restorer import hostfacts
 from restorer.host import News
 from restorer.jobs import JobStore
 from restorer.journal import Journals
@@ -77,7 +76,6 @@ async def bench(url: str, config: Config = CONFIG, snapshots: tuple[SnapshotSumm
         tally=Tally(),
         gpus=SimpleNamespace(facts=None),
         described=dict,
-        facts_now=lambda: hostfacts.probe(None),
         discard=nothing,
         journals=Journals(Path(folder.name)),
         weights=SimpleNamespace(sweep=lambda used, older_than_s: []),

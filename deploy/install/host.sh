@@ -237,13 +237,13 @@ report() {
 }
 
 uninstall() {
-    local unit
+    local unit running
     if booted; then
         for unit in rewake-gateway.socket rewake-gateway.service rewake-restorer.service rewake.service; do
             if [ -e "$units/$unit" ]; then run systemctl disable --now "$unit"; fi
         done
-    elif pgrep -f "^$prefix/(venv|releases)/" >/dev/null 2>&1; then
-        die "Rewake runs here without systemd (pids $(pgrep -f "^$prefix/(venv|releases)/" | tr '\n' ' ')); stop it first"
+    elif running=$(grep -las "^$prefix/[vr]e" /proc/[0-9]*/cmdline | tr -dc '0-9\n' | tr '\n' ' ') && [ -n "$running" ]; then
+        die "Rewake runs here without systemd (pids $running); stop it first"
     fi
     for unit in "${services[@]}"; do run rm -f "$units/$unit"; done
     if booted; then run systemctl daemon-reload; fi
