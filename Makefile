@@ -8,6 +8,7 @@ ENGINE_PYTHON ?= build/vllm-gpu/bin/python
 TOOLS := build/tools
 MODELS := build/models
 CLIENTS := build/clients
+COMPILED := build/compiled
 GGUF := $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
 VENV := .venv
 BIN := $(VENV)/bin
@@ -21,7 +22,7 @@ export REWAKE_CLIENTS := $(abspath $(CLIENTS))
 export REWAKE_PROMETHEUS := $(abspath $(TOOLS)/bin/prometheus)
 
 .DEFAULT_GOAL := help
-.PHONY: help install runtime system prometheus dashboards test-dashboards criu runc llama-server clients chromium vllm model hf-model demo bench-gpu test test-deploy system-tools bench-held bench-gateway bench-restore peers reference docs crash-matrix check clean
+.PHONY: help install runtime system prometheus dashboards test-dashboards criu runc llama-server clients chromium vllm model hf-model demo bench-gpu test test-deploy system-tools bench-held bench-gateway bench-restore peers compiled reference docs crash-matrix check clean
 
 help:  ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -113,7 +114,7 @@ bench-restore: install criu llama-server model  ## How near restores come to wha
 peers: | system
 	@PYTHON=$(PYTHON) deploy/install/peers.sh build/peers
 
-bench-gateway: install peers  ## The data path beside nginx and other routers.
+bench-gateway: install peers compiled  ## The data path beside nginx and other routers.
 	$(BIN)/python deploy/bench/data_path.py $(BENCH_ARGS)
 
 reference: install  ## Write docs/reference out of the code.
@@ -131,6 +132,16 @@ check: install  ## Lint, format, types, layering.
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# Not in .venv: what is compiled does not follow its source.
+$(COMPILED)/.installed: pyproject.toml setup.py $(wildcard gateway/*.py policies/*.py) | system
+	$(PYTHON) -m venv $(COMPILED)
+	$(COMPILED)/bin/python -m pip install --quiet --upgrade pip
+	$(COMPILED)/bin/python -m pip install --quiet '.[compile]'
+	REWAKE_COMPILE=1 $(COMPILED)/bin/python -m pip install --quiet --no-build-isolation --no-deps --force-reinstall .
+	touch $@
+
+compiled: $(COMPILED)/.installed  ## Install Rewake with its data path compiled, into build/compiled.
 
 clean:  ## Remove what `make` has made, snapshots of the demo included.
 	rm -rf build $(VENV) *.egg-info

@@ -70,10 +70,10 @@ class Log:
         self._ending = False
         self._gone = False
         # A daemon: a reader that has stopped reading must not keep the process from ending.
-        self._thread = threading.Thread(target=self._run, name="access-log", daemon=True)
+        self._writer = threading.Thread(target=self._run, name="access-log", daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
+        self._writer.start()
 
     def write(self, trail: Trail) -> None:
         """Take in a request that has ended."""
@@ -90,8 +90,8 @@ class Log:
         """Write what waits, and end; what could not be written by then is lost. Blocks for so long at most."""
         self._ending = True
         self._some.set()
-        if self._thread.is_alive():
-            self._thread.join(within_s)
+        if self._writer.is_alive():
+            self._writer.join(within_s)
 
     def _run(self) -> None:
         try:

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from policies.admission import Reject
 from policies.fair import Place
 from policies.replica import Replica
+
+if TYPE_CHECKING:
+    from gateway.waitroom import Waitroom
 
 
 class Refused(Exception):
@@ -24,37 +26,26 @@ class Refused(Exception):
         self.reject = reject
 
 
-@dataclass(slots=True, eq=False)
 class Ticket:
-    """What a request asks for."""
+    """What a request asks for.
 
-    model: str
-    size: int
-    """Bytes of the body."""
-    deadline: float
-    """Loop time after which it may not be held any more."""
-    tenant: str = ""
-    affinity: str = ""
-    """What requests that belong on one replica share; empty: nothing."""
+    Args:
+        size: bytes of the body.
+        deadline: loop time after which it may not be held any more.
+        affinity: what requests that belong on one replica share; empty: nothing.
+    """
+
     turns: int = 0
     """Slots it has had, or asked for."""
     waited_s: float = 0.0
     """Time spent held, over all turns."""
 
-
-class Room(Protocol):
-    """The waiting room as its claims use it."""
-
-    def enter(self, claim: Claim, *, returned: bool = False) -> None:
-        """A slot or a place. ``returned``: it had a turn that it could not use."""
-
-    def release(self, claim: Claim) -> None:
-        """The slot is free; nobody has it yet."""
-
-    def leave(self, claim: Claim) -> None:
-        """Neither slot nor place any more."""
-
-    def position(self, claim: Claim) -> int: ...
+    def __init__(self, model: str, size: int, deadline: float, tenant: str = "", affinity: str = "") -> None:
+        self.model = model
+        self.size = size
+        self.deadline = deadline
+        self.tenant = tenant
+        self.affinity = affinity
 
 
 class Claim:
@@ -62,7 +53,7 @@ class Claim:
 
     __slots__ = ("_room", "_waiter", "on_decided", "place", "refused", "replica", "since", "ticket", "timer", "trial")
 
-    def __init__(self, room: Room, ticket: Ticket) -> None:
+    def __init__(self, room: Waitroom, ticket: Ticket) -> None:
         self._room = room
         self._waiter: asyncio.Future[None] | None = None
         self.ticket = ticket

@@ -7,7 +7,7 @@ all that awaits, and in the same words. Decides nothing.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 import httptools
 
@@ -17,32 +17,37 @@ from gateway.upstream import CONNECT_S, KEEP_IDLE_S, Broken, Silent, Truncated, 
 from policies.replica import Replica
 
 if TYPE_CHECKING:
-    from gateway.passing import Shape
+    from gateway.passing import Passing, Shape
 
 _MAX_HEAD = 64 << 10
+_BODILESS = (204, 304)
+_MAX_KNOWN = 256
+"""Heads that an incarnation's answers are known by: they differ in their length, and with some engines in the time."""
 
 
-class Sink(Protocol):
-    """Whoever waits for an answer. Called while bytes arrive, so it may neither wait nor raise."""
+class Whole:
+    """The head of an answer of so many bytes, as it was parsed once. A replica repeats itself; an answer that comes whole, behind
+    the very same head, needs no parser.
 
-    def head(self, status: int, reason: str, headers: Pairs) -> None:
-        """The answer's head."""
+    Args:
+        shape: how it is passed on, as far as that is known.
+    """
 
-    def body(self, piece: bytes) -> None:
-        """A piece of its body, without its framing."""
+    __slots__ = ("headers", "length", "reason", "shape", "status")
 
-    def flush(self) -> None:
-        """No more has arrived for now."""
-
-    def complete(self) -> None:
-        """The body has ended properly; the connection is the pool's again."""
-
-    def failed(self, error: Silent | Broken | Truncated) -> None:
-        """The connection has ended instead."""
+    def __init__(self, status: int, reason: str, headers: Pairs, length: int) -> None:
+        self.status = status
+        self.reason = reason
+        self.headers = headers
+        self.length = length
+        self.shape: Shape | None = None
 
 
-class Connection(asyncio.Protocol):
-    """Serves one request at a time. Made by :class:`Connections`."""
+class Connection:
+    """Serves one request at a time. Made by :class:`Connections`.
+
+    What asyncio calls a protocol; it does not inherit from its class, since what is compiled cannot.
+    """
 
     __slots__ = (
         "_cut",
@@ -66,7 +71,7 @@ class Connection(asyncio.Protocol):
     def __init__(self, pool: Connections) -> None:
         self._pool = pool
         self._parser = httptools.HttpResponseParser(self)
-        self._sink: Sink | None = None
+        self._sink: Passing | None = None
         self._headers: Pairs = []
         self._reason = b""
         self._status = 0
@@ -78,7 +83,7 @@ class Connection(asyncio.Protocol):
         """It has served before."""
         self.idle_since = 0.0
 
-    def send(self, request: bytes, sink: Sink) -> None:
+    def send(self, request: bytes, sink: Passing) -> None:
         """Send a whole request; ``sink`` gets the answer."""
         assert self.transport is not None
         self._sink = sink
@@ -120,7 +125,15 @@ class Connection(asyncio.Protocol):
             # Nobody asked: whatever this is, it must not become the next answer's beginning.
             self.close()
             return
-        self._received = True
+        first, self._received = not self._received, True
+        end = data.find(b"\r\n\r\n") if first else -1
+        known = self._pool.known.get(data[:end]) if end > 0 else None
+        if known is not None and len(data) == end + 4 + known.length:
+            self._sink = None
+            self.reused = True
+            self._pool.give_back(self)
+            sink.whole(known, data[end + 4 :])
+            return
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -133,6 +146,8 @@ class Connection(asyncio.Protocol):
                 self._fail(f"it is not valid HTTP: {error}")
         else:
             if self._done:
+                if end > 0 and self._keep and not self._extra:
+                    self._learn(data[:end], len(data) - end - 4)
                 # Only now: whoever hears of it may send the next request, whose answer this read must not begin.
                 self._complete()
             elif not self._informed:
@@ -154,6 +169,12 @@ class Connection(asyncio.Protocol):
 
     def eof_received(self) -> bool:
         return False
+
+    def pause_writing(self) -> None:
+        """A request is small, and waits for nobody."""
+
+    def resume_writing(self) -> None:
+        """As above."""
 
     # the parser's side
 
@@ -191,6 +212,16 @@ class Connection(asyncio.Protocol):
         # Only here does the parser know.
         self._keep = self._parser.should_keep_alive()
         self._done = True
+
+    def _learn(self, head: bytes, length: int) -> None:
+        """This answer came in one piece: the next one with this head can be told by it."""
+        known = self._pool.known
+        sizes = [value for name, value in self._headers if name.lower() == "content-length"]
+        if sizes != [str(length)] or self._status in _BODILESS:
+            return
+        if len(known) >= _MAX_KNOWN:
+            known.clear()
+        known[head] = Whole(self._status, self._reason.decode("latin-1"), self._headers, length)
 
     def _complete(self) -> None:
         sink, self._sink = self._sink, None
@@ -234,7 +265,9 @@ class Connections:
         self.alive: set[Connection] = set()
         self.ended = False
         self.shape: Shape | None = None
-        """How the last answer's head was passed on: a replica repeats itself."""
+        """How the last answer's head was passed on."""
+        self.known: dict[bytes, Whole] = {}
+        """Heads as they stand on the wire, without their last empty line."""
         host = f"[{replica.address}]" if ":" in replica.address else replica.address
         self.host = f"{host}:{replica.port}"
 
@@ -256,11 +289,12 @@ class Connections:
         """
         try:
             async with asyncio.timeout(CONNECT_S):
-                _, connection = await self._loop.create_connection(
-                    lambda: Connection(self), self._replica.address, self._replica.port
+                made: tuple[object, object] = await self._loop.create_connection(
+                    lambda: cast(asyncio.Protocol, Connection(self)), self._replica.address, self._replica.port
                 )
         except OSError as error:
             raise Unreachable(str(error) or type(error).__name__) from error
+        connection = cast(Connection, made[1])
         if self.ended:
             connection.close()
             raise Unreachable("the replica was stopped")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 from gateway import access, affinity, dialects, edits, envelope, errors, intake, logs, usage, websocket
 from gateway.claim import Refused, Ticket
@@ -42,19 +41,23 @@ _MAX_ERRANDS = 16
 """Models that one connection asks for in turn."""
 
 
-@dataclass(slots=True, eq=False)
 class Errand:
-    """What a head asks of a model, whatever its body says further."""
+    """What a head asks of a model, whatever its body says further.
 
-    model: str
-    spec: Model
-    dialect: Dialect
-    edited: bool
-    """The model's settings ask for edits of the body."""
+    Args:
+        edited: the model's settings ask for edits of the body.
+    """
+
     patience_s: float | None = None
-    frames: dict[str, tuple[bytes, bytes]] = field(default_factory=dict)
-    """For each replica's host the head that it shall get, but for the request's id and the body's length: :mod:`gateway.passing`
-    keeps it here."""
+
+    def __init__(self, model: str, spec: Model, dialect: Dialect, edited: bool) -> None:
+        self.model = model
+        self.spec = spec
+        self.dialect = dialect
+        self.edited = edited
+        self.frames: dict[str, tuple[bytes, bytes]] = {}
+        """For each replica's host the head that it shall get, but for the request's id and the body's length:
+        :mod:`gateway.passing` keeps it here."""
 
 
 class Known:
@@ -72,21 +75,22 @@ class Known:
         """By the model's name as the client writes it."""
 
 
-@dataclass(slots=True, eq=False)
 class Order:
     """A request about which all is decided but when it goes, and where to."""
 
-    head: Head
-    found: Found
-    body: Body
-    model: str
-    spec: Model
-    """As it was when the request came: a reload does not change what it was promised."""
-    dialect: Dialect
-    ticket: Ticket
-    trail: Trail
-    errand: Errand
     holding: Holding | None = None
+
+    def __init__(self, head: Head, found: Found, body: Body, ticket: Ticket, trail: Trail, errand: Errand) -> None:
+        self.head = head
+        self.found = found
+        self.body = body
+        self.model = errand.model
+        self.spec = errand.spec
+        """As it was when the request came: a reload does not change what it was promised."""
+        self.dialect = errand.dialect
+        self.ticket = ticket
+        self.trail = trail
+        self.errand = errand
 
 
 class Decisions:
@@ -166,7 +170,7 @@ class Decisions:
         if spec.balance in affinity.KEYED:
             together = affinity.key(spec.balance, tenant=tenant, headers=head.headers, body=body.data)
         ticket = Ticket(model, body.size, head.received + errand.patience_s, tenant, together)
-        return Order(head, found, body, model, spec, errand.dialect, ticket, trail, errand)
+        return Order(head, found, body, ticket, trail, errand)
 
     def prepare(self, head: Head, found: Found, data: bytes, trail: Trail, known: Known) -> Order:
         """1 to 4 for a request that is there already, whole, small and JSON; in the same order, without what is known already.

@@ -99,7 +99,7 @@ class _Anthropic(Dialect):
     """Overload is 529, and ``ping`` is a documented event."""
 
     name = "anthropic"
-    id_headers = ("request-id",)
+    id_headers: tuple[str, ...] = ("request-id",)
     _TYPES: Mapping[int, str] = {
         401: "authentication_error",
         403: "permission_error",

@@ -59,10 +59,6 @@ _PEEK = msgspec.json.Decoder(Peek)
 _LARGE = 1 << 20
 
 
-class _Object(list[tuple[str, object]]):
-    """A JSON object as its pairs, so that repeated keys can be seen."""
-
-
 def peek(body: Buffer, *, required: bool = True) -> Peek:
     """Model and stream flag of a JSON body; the model may be absent, and is empty then, if it is not ``required``.
 
@@ -107,10 +103,11 @@ def _refuse_repeats(body: Buffer) -> None:
         if len(body) > _LARGE:
             raise InvalidRequest("The request body gives a field more than once.", "invalid_json") from None
     try:
-        whole = json.loads(bytes(body), object_pairs_hook=_Object)
+        objects: list[list[str]] = []
+        json.loads(bytes(body), object_pairs_hook=lambda pairs: objects.append([key for key, _ in pairs]))
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"The request body is not valid JSON: {error}.", "invalid_json") from None
-    keys = [key for key, _ in whole]
+    keys = objects[-1]  # the outermost is the last to be complete
     for key in ("model", "stream"):
         if keys.count(key) > 1:
             raise InvalidRequest(f"The request body gives `{key}` more than once.", "invalid_json")

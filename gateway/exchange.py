@@ -12,25 +12,38 @@ from dataclasses import dataclass, field
 from pydantic import BaseModel
 
 
-@dataclass(slots=True, eq=False)
 class Head:
-    """The head of one request, as any HTTP implementation can give it. Not to be changed; it is not frozen since that makes
-    each one three times as dear."""
+    """The head of one request, as any HTTP implementation can give it. Not to be changed.
 
-    method: str
-    target: str
-    """Path and query as they stand on the request line."""
-    headers: Mapping[str, str]
-    """Case-insensitive; ``items()`` gives a repeated header as often as it came."""
-    id: str
-    """The request's id: the client's own, or a new one."""
-    received: float
-    """Loop time."""
-    peer: str | None = None
-    """Address at the other end of the connection."""
-    scheme: str = "http"
-    host: str = ""
-    version: tuple[int, int] = (1, 1)
+    Args:
+        target: path and query as they stand on the request line.
+        headers: case-insensitive; ``items()`` gives a repeated header as often as it came.
+        id: the request's id: the client's own, or a new one.
+        received: loop time.
+        peer: address at the other end of the connection.
+    """
+
+    def __init__(
+        self,
+        method: str,
+        target: str,
+        headers: Mapping[str, str],
+        id: str,
+        received: float,
+        peer: str | None = None,
+        scheme: str = "http",
+        host: str = "",
+        version: tuple[int, int] = (1, 1),
+    ) -> None:
+        self.method = method
+        self.target = target
+        self.headers = headers
+        self.id = id
+        self.received = received
+        self.peer = peer
+        self.scheme = scheme
+        self.host = host
+        self.version = version
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,9 +59,9 @@ class FastPath:
         self.empty = asyncio.Event()
         self.empty.set()
 
-    def __call__(self, behind: Callable[[], asyncio.Protocol]) -> FastProtocol:
+    def __call__(self, behind: Callable[[], asyncio.Protocol]) -> asyncio.Protocol:
         """A protocol for a client's connection; ``behind`` makes the one that takes it over."""
-        return FastProtocol(self, behind)
+        return cast(asyncio.Protocol, FastProtocol(self, behind))
 
     def joined(self, client: FastProtocol) -> None:
         self.clients.add(client)
@@ -110,8 +110,10 @@ class FastPath:
             client.abort()
 
 
-class FastProtocol(asyncio.Protocol):
+class FastProtocol:
     """One client's connection, for as long as all it sends is plain.
+
+    What asyncio calls a protocol; it does not inherit from its class, since what is compiled cannot.
 
     Args:
         other: makes the protocol that takes the connection over.
@@ -167,6 +169,9 @@ class FastProtocol(asyncio.Protocol):
         elif self._task is not None and self._under_way:
             # One that was cancelled before its first step would never run, and give nothing back.
             self._task.cancel()
+
+    def eof_received(self) -> bool:
+        return False
 
     def pause_writing(self) -> None:
         self._clogged = True

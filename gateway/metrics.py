@@ -195,12 +195,12 @@ class Metrics:
     def observe(self, loads: Mapping[str, ModelLoad], held_bytes: Mapping[str, int], inflight: Mapping[str, int]) -> None:
         """Set the gauges and flush what was counted; ``inflight``: replica slot -> requests."""
         self.flush()
-        for model in self._models | loads.keys():
+        for model in {*self._models, *loads}:
             load = loads.get(model)  # None: a reload took it away, and nothing is left of it
             self.queue_depth.labels(model).set(load.held if load else 0)
             self.queue_bytes.labels(model).set(held_bytes.get(model, 0))
             self.model_demand.labels(model).set(load.demand if load else 0)
-        for replica in self._slots | inflight.keys():
+        for replica in {*self._slots, *inflight}:
             self.inflight_requests.labels(replica.rpartition("#")[0], replica).set(inflight.get(replica, 0))
         self._slots |= inflight.keys()
 

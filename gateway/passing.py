@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from gateway import errors
 from gateway.answering import written
 from gateway.claim import Claim, Refused
-from gateway.connection import Connection
+from gateway.connection import Connection, Whole
 from gateway.decisions import Decisions, Order
 from gateway.dialects import Dialect
 from gateway.envelope import Pairs
@@ -108,22 +108,40 @@ class Passing:
     # the replica's side
 
     def head(self, status: int, reason: str, headers: Pairs) -> None:
-        order, decide, now = self._order, self._path.decide, self._path.loop.time()
-        decide.began(order, self._replica, status, now)
-        length, marked = "", headers
+        now = self._path.loop.time()
+        self._path.decide.began(self._order, self._replica, status, now)
+        length, shape = self._shape(status, reason, headers)
+        self._frames = Frames() if shape.events else None
+        self._meter = meter(shape.kind, shape.encoding)
+        self._since = self._moved = now
+        self.deadline = self._due()
+        self._answering.begin_with(status, shape.head(self._order.trail.id, length), chunked=shape.chunked)
+
+    def whole(self, head: Whole, body: bytes) -> None:
+        order, trail, shape = self._order, self._order.trail, head.shape
+        self._connection = None  # the pool's, as in complete()
+        self._path.decide.began(order, self._replica, head.status, self._path.loop.time())
+        if shape is None or shape.dialect is not order.dialect or shape.closing is not self._client.draining:
+            shape = head.shape = self._shape(head.status, head.reason, head.headers)[1]
+        self._meter = meter(shape.kind, shape.encoding)
+        self._meter.feed(body)
+        trail.bytes_out += head.length
+        trail.status, trail.code = head.status, ""
+        self._answering.whole(head.status, shape.head(trail.id, str(head.length)), body)
+        self._end(keep=True)
+
+    def _shape(self, status: int, reason: str, headers: Pairs) -> tuple[str, Shape]:
+        """The value of Content-Length, if it has one, and how a head that differs in nothing but that is passed on."""
+        order, length, marked = self._order, "", headers
         for at, (name, value) in enumerate(headers):
             if name.lower() == "content-length":
                 length, marked = value, [*headers[:at], (name, _LENGTH), *headers[at + 1 :]]
         key = (status, reason, self._client.draining, order.dialect, marked)
         shape = self._pool.shape
         if shape is None or shape.key != key:
-            pairs, events = decide.returned(order, self._replica, marked)
+            pairs, events = self._path.decide.returned(order, self._replica, marked)
             shape = self._pool.shape = Shape(key, pairs, events)
-        self._frames = Frames() if shape.events else None
-        self._meter = meter(shape.kind, shape.encoding)
-        self._since = self._moved = now
-        self.deadline = self._due()
-        self._answering.begin_with(status, shape.head(order.trail.id, length), chunked=shape.chunked)
+        return length, shape
 
     def body(self, piece: bytes) -> None:
         assert self._meter is not None
@@ -261,10 +279,10 @@ class Shape:
         key: all that the rest follows from, within one incarnation.
     """
 
-    __slots__ = ("_template", "chunked", "encoding", "events", "key", "kind")
+    __slots__ = ("_template", "chunked", "closing", "dialect", "encoding", "events", "key", "kind")
 
     def __init__(self, key: tuple[int, str, bool, Dialect, Pairs], pairs: Pairs, events: bool) -> None:
-        status, reason, closing, dialect, headers = self.key = key
+        status, reason, self.closing, self.dialect, headers = self.key = key
         self.events = events
         self.kind = self.encoding = ""
         for name, value in headers:
@@ -273,10 +291,10 @@ class Shape:
                 self.kind = value
             elif lower == "content-encoding":
                 self.encoding = value
-        ids = (_ID, *dialect.id_headers)
+        ids = (_ID, *self.dialect.id_headers)
         marked = [(name, _MARK if name in ids else value) for name, value in pairs]
         plain = reason.replace(_MARK, "").replace(_LENGTH, "")
-        self._template, self.chunked = written(status, plain, marked, closing=closing)
+        self._template, self.chunked = written(status, plain, marked, closing=self.closing)
 
     def head(self, id: str, length: str) -> str:
         return self._template.replace(_LENGTH, length).replace(_MARK, id)

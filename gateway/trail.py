@@ -43,16 +43,17 @@ class Trace:
         return Context(self.own.trace, self.asking).header
 
 
-@dataclass(slots=True, eq=False)
 class Trail:
-    """One request. Times are seconds; counts of tokens are the engine's own."""
+    """One request. Times are seconds; counts of tokens are the engine's own.
 
-    id: str
-    route: str
-    """Bounded: the name of a route, never a path that a client made up."""
-    since: float
-    """Loop time at which its head had arrived."""
-    method: str = "POST"
+    No dataclass: one is made for each request, and only what is no default should cost anything.
+
+    Args:
+        route: bounded: the name of a route, never a path that a client made up.
+        since: loop time at which its head had arrived.
+        client_retry: it says that it is a client's repetition.
+    """
+
     client: str = ""
     """Its address, as far as it is known."""
     tenant: str = ""
@@ -74,8 +75,6 @@ class Trail:
     """The head was sent while it was still held."""
     retries: int = 0
     """Times it was sent again."""
-    client_retry: bool = False
-    """It says that it is a client's repetition."""
     waited_s: float = 0.0
     first_byte_s: float | None = None
     """From its head to the first byte of the answer's head."""
@@ -88,3 +87,10 @@ class Trail:
     completion_tokens: int | None = None
     trace: Trace | None = None
     """None: nobody traces it."""
+
+    def __init__(self, id: str, route: str, since: float, method: str = "POST", client_retry: bool = False) -> None:
+        self.id = id
+        self.route = route
+        self.since = since
+        self.method = method
+        self.client_retry = client_retry

@@ -11,7 +11,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -58,14 +58,15 @@ class Usage(NamedTuple):
         return self.prompt + self.completion
 
 
-class Meter(Protocol):
-    """Sees an answer's body pass."""
+class Meter:
+    """Sees an answer's body pass. This one reads nothing of it."""
 
     def feed(self, chunk: bytes) -> None:
         """The next bytes, as the replica sent them."""
 
     def usage(self) -> Usage | None:
         """What they say, once there are no more; None: nothing."""
+        return None
 
 
 def meter(content_type: str, encoding: str = "") -> Meter:
@@ -82,24 +83,14 @@ def _maker(content_type: str, encoding: str) -> Callable[[], Meter]:
     elif kind.endswith("json"):
         inner = _Document
     else:
-        return _Nothing
+        return Meter
     coding = encoding.strip().lower()
     if coding in ("", "identity"):
         return inner
-    return (lambda: _Inflating(inner())) if coding in ("gzip", "x-gzip", "deflate") else _Nothing
+    return (lambda: _Inflating(inner())) if coding in ("gzip", "x-gzip", "deflate") else Meter
 
 
-class _Nothing:
-    """For what holds no counts that could be read."""
-
-    def feed(self, chunk: bytes) -> None:
-        pass
-
-    def usage(self) -> Usage | None:
-        return None
-
-
-class _Events:
+class _Events(Meter):
     """An event stream."""
 
     __slots__ = ("_events", "_head", "_parts", "_size")
@@ -144,7 +135,7 @@ class _Events:
         return Usage(begun[0] or 0, max(begun[1] or 0, events), "events")
 
 
-class _Document:
+class _Document(Meter):
     """One JSON document, of any length."""
 
     __slots__ = ("_edge", "_found", "_open", "_whole")
@@ -184,7 +175,7 @@ class _Document:
         return None if found is None else Usage(found[0] or 0, found[1] or 0)
 
 
-class _Inflating:
+class _Inflating(Meter):
     """A compressed body; what it holds is measured by another meter, as far as it is sane."""
 
     __slots__ = ("_inflater", "_inner", "_left")

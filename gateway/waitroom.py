@@ -11,54 +11,21 @@ import asyncio
 import itertools
 import random
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from gateway.claim import Claim, Refused, Ticket
 from gateway.current import Current
 from gateway.ledger import Ledger
+from gateway.permits import Permits
+from gateway.registry import Registry
 from policies.admission import Reject, Room, View, decide
 from policies.balance import Candidate, choose
 from policies.config import Config
 from policies.fair import FairQueue, Share
 from policies.replica import Replica
-from policies.wire import MAX_WAITING, Failure, Held
+from policies.wire import MAX_WAITING, Held
 
 _PROMISES = frozenset(("model_loading", "cold_start_timeout"))
 """Refusals after which the client comes back for the very replica that is on its way: they stay demand for a while."""
-
-
-class Fleet(Protocol):
-    """The replicas as this gateway sees them."""
-
-    def available(self, model: str) -> Sequence[Replica]:
-        """ADMITTED and not suspect."""
-
-    def failure(self, model: str) -> Failure | None: ...
-
-    def dispatch(self, replica: Replica) -> bool:
-        """A request goes there; True when it is the one that finds out whether a suspect has recovered."""
-
-    def end_trial(self, replica: Replica) -> None:
-        """That one has ended, whatever became of it."""
-
-
-class Capacity(Protocol):
-    """What this gateway may use of what all gateways share."""
-
-    def limit(self, replica: Replica) -> int:
-        """Requests on this replica at once."""
-
-    def tenant_limit(self, tenant: str) -> int | None:
-        """Requests of this tenant on replicas at once; None: any number."""
-
-    def places(self, tenant: str) -> int | None:
-        """Requests that this tenant may have waiting; None: any number."""
-
-    def wanted(self) -> None:
-        """Somebody waits; more capacity would be used."""
-
-    def released(self, incarnation: str, tenant: str) -> None:
-        """One request less."""
 
 
 class Waitroom:
@@ -73,8 +40,8 @@ class Waitroom:
         self,
         current: Current,
         *,
-        fleet: Fleet,
-        capacity: Capacity,
+        fleet: Registry,
+        capacity: Permits,
         ledger: Ledger,
         expected: Callable[[str, int], float | None] = lambda model, position: None,
         draw: Callable[[], float] = random.random,

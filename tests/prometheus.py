@@ -8,7 +8,7 @@ import re
 import signal
 import socket
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +57,6 @@ class Prometheus:
 
     def firing(self) -> set[str]:
         return {one["metric"]["alertname"] for one in self.query('ALERTS{alertstate="firing"}')}
-
-    def names(self) -> Mapping[str, str]:
-        """Every metric that was scraped, with its type."""
-        return {name: facts[0]["type"] for name, facts in self.get("metadata").items()}
 
 
 @contextlib.contextmanager

@@ -121,7 +121,8 @@ async def test_metrics_may_need_a_key(store: redis.asyncio.Redis, store_server: 
 def test_openmetrics_names_a_trace_for_a_bucket():
     metrics = Metrics(["m"], version="1")
     own = Context("ab" * 16, "cd" * 8)
-    trail = Trail("id", "/v1/chat/completions", 0.0, model="m", start="cold", trace=Trace(own, None, "", ""))
+    trail = Trail("id", "/v1/chat/completions", 0.0)
+    trail.model, trail.start, trail.trace = "m", "cold", Trace(own, None, "", "")
     trail.first_byte_s, trail.seconds, trail.status = 0.3, 700.0, 200
     metrics.first_byte(trail, trail.first_byte_s)
     metrics.account(trail)

@@ -72,6 +72,51 @@ async def test_what_follows_an_answer_reaches_nobody(store, store_server):
         writer.close()
 
 
+KNOWN = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("pieces", "whole"),
+    [
+        pytest.param([KNOWN + b'"another"'], True, id="whole"),
+        pytest.param([KNOWN, b'"another"'], True, id="head-first"),
+        pytest.param([KNOWN + b'"ano', b'ther"'], True, id="in-two"),
+        pytest.param([KNOWN[:20], KNOWN[20:] + b'"another"'], True, id="head-in-two"),
+        pytest.param([KNOWN + b'"another"' + KNOWN + b'"surplus"'], True, id="more-than-whole"),
+        pytest.param([KNOWN + b'"ano'], False, id="cut"),
+        pytest.param([KNOWN.replace(b"9", b"4") + b'"an"'], True, id="other-length"),
+    ],
+)
+async def test_an_answer_behind_a_known_head_is_told_by_its_own_bytes(store, store_server, pieces, whole):
+    """Two answers teach the gateway the head; the third one has it too, and comes as it likes."""
+    expected = b'"an"' if b"Content-Length: 4" in pieces[0] else b'"another"'
+
+    async def answer(exchange: Exchange) -> None:
+        if len(fake.requests) < 3:
+            await exchange.send(KNOWN + b'"learned"')
+            return
+        for piece in pieces:
+            await exchange.send(piece)
+            await asyncio.sleep(0.01)  # reads of their own
+        if not whole or b"surplus" in pieces[0]:
+            exchange.reset()
+
+    async with replica_server(answer) as fake, serving(store_server) as served:
+        await admitted(store, served, fake)
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        for _ in range(2):
+            writer.write(CHATS)
+            assert (await reader.readuntil(b'"learned"')).startswith(b"HTTP/1.1 200")
+        assert fake.connections == 1
+        writer.write(CHATS)
+        seen = await read_for(reader, 0.5)
+        assert seen.count(b"HTTP/1.1 200") == 1
+        assert seen.endswith(expected) is whole
+        assert b"surplus" not in seen
+        await eventually(lambda: served.counts() == (0, 0, 0))
+        writer.close()
+
+
 async def test_rubbish_behind_an_answer_does_not_spoil_it(store, store_server):
     async def talkative(exchange: Exchange) -> None:
         await exchange.send(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}RUBBISH\r\n\r\n")

@@ -201,7 +201,8 @@ async def test_the_part_that_is_traced_is_as_wished(store: redis.asyncio.Redis, 
             assert tracer.begin({"traceparent": CLIENT}).id == TRACE
             assert tracer.begin({"traceparent": UNSAMPLED}) is None
             assert tracer.asking("m") == "", "nobody waits"
-            trail = Trail("id", "/v1/chat/completions", 0.0, model="m")
+            trail = Trail("id", "/v1/chat/completions", 0.0)
+            trail.model = "m"
             tracer.held({}, trail)
             assert Context.of(tracer.asking("m")).trace == trail.trace.id
             tracer.released(trail, None)

@@ -162,8 +162,11 @@ def litellm(folder: Path, upstream: int) -> Iterator[Running]:
         yield running
 
 
+SOURCE = (sys.executable, "-m", "gateway")
+
+
 @contextlib.contextmanager
-def _rewake(name: str, upstream: int, *, program: Sequence[str] = ("-m", "gateway"), **more: Any) -> Iterator[Running]:
+def _rewake(name: str, upstream: int, *, program: Sequence[str] = SOURCE, **more: Any) -> Iterator[Running]:
     """With what a gateway of many tenants has in the path: keys, limits, accounting."""
     key = "sha256:" + hashlib.sha256(b"rk-bench").hexdigest()
     many = 10**9
@@ -180,8 +183,19 @@ def _rewake(name: str, upstream: int, *, program: Sequence[str] = ("-m", "gatewa
 
 @contextlib.contextmanager
 def rewake(folder: Path, upstream: int) -> Iterator[Running]:
-    """As it comes: metrics and access log, no tracing."""
-    with _rewake("rewake", upstream) as running:
+    """As it is installed: its data path compiled, with metrics and access log, no tracing."""
+    python = BUILD / "compiled/bin/python"
+    if not python.exists():
+        raise BenchError(f"{python} is missing; `make compiled` builds it")
+    # Not from the sources in the current folder.
+    with _rewake("rewake", upstream, program=(str(python), "-P", "-m", "gateway")) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def rewake_interpreted(folder: Path, upstream: int) -> Iterator[Running]:
+    """The same, as it lies in the source tree; so are the next two."""
+    with _rewake("rewake_interpreted", upstream) as running:
         yield running
 
 
@@ -202,7 +216,7 @@ def rewake_observed(folder: Path, upstream: int) -> Iterator[Running]:
 @contextlib.contextmanager
 def rewake_unobserved(folder: Path, upstream: int) -> Iterator[Running]:
     """Neither metrics nor access log nor traces."""
-    program = (str(HERE / "unobserved.py"),)
+    program = (sys.executable, str(HERE / "unobserved.py"))
     with _rewake("rewake_unobserved", upstream, program=program, access_log=False) as running:
         yield running
 
@@ -211,6 +225,7 @@ Contender = Callable[[Path, int], contextlib.AbstractContextManager[Running]]
 CONTENDERS: dict[str, Contender] = {
     "nginx": nginx,
     "rewake": rewake,
+    "rewake_interpreted": rewake_interpreted,
     "rewake_observed": rewake_observed,
     "rewake_unobserved": rewake_unobserved,
     "naive": naive,

@@ -100,7 +100,7 @@ class Gateway:
         self._redis = redis.Redis(unix_socket_path=str(self._socket), decode_responses=True)
         argv = ["--config", str(folder / "rewake.yaml"), "--admin-token-file", str(folder / "token")]
         self.process = subprocess.Popen(
-            [sys.executable, *self._program, *argv, "--store", f"unix://{self._socket}"],
+            [*self._program, *argv, "--store", f"unix://{self._socket}"],
             cwd=ROOT,
             stdout=self._log,
             stderr=self._log,
@@ -168,7 +168,7 @@ def gateway(
     models: dict[str, Any],
     *,
     top: dict[str, Any] | None = None,
-    program: Sequence[str] = ("-m", "gateway"),
+    program: Sequence[str] = (sys.executable, "-m", "gateway"),
     log: str = "bench-gateway",
     **settings: Any,
 ) -> Iterator[Gateway]:
