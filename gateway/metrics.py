@@ -286,6 +286,9 @@ class Metrics:
         self.store_connected = self._gauge("store_connected", "1 while the store answers.", mode="livemin")
         self.gateways = self._gauge("gateways", "Gateway workers, over all hosts.", mode="livemax")
         self.spans = self._counter("spans", "Spans of traces, by what became of them.", ["result"])
+        for result in ("exported", "failed", "dropped"):
+            # From 0: of one that is first seen at 1, nobody could tell that it has just risen.
+            self.spans.labels(result)
         self.loop_lag = self._gauge("loop_lag_seconds", "How late the last look at the clock was.", mode="livemax")
 
     def _counter(self, name: str, text: str, labels: list[str]) -> Counter:

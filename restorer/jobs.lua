@@ -2,8 +2,9 @@
 --
 -- KEYS  1 :replicas  2 :seq  3 :fence  4 :events        ARGV  1 command  2 JSON arguments
 --
--- claim   {queues, owner, ttl_ms, job_key}                  -> {queue, record, fence, attempts, owner before} or nil
+-- claim   {queues, owner, ttl_ms, job_key, tally, takeovers} -> {queue, record, fence, attempts} or nil
 --         A claimed job stays in its queue, due again when the lease ends: a dead restorer's job claims itself back.
+--         That is counted here, under takeovers[kind]: this one may die of the job, too, before it could report anything.
 -- renew   {queue, job_key, job, fence, ttl_ms}              -> 1, or 0 when the lease was lost
 -- recover {queues, owner, job_key}                         -> 1          what this owner had claimed is due at once
 -- release {queue, job_key, job, fence, delay_ms}            -> 1 | 0      due again after the delay, for anyone
@@ -47,7 +48,10 @@ local function claim()
         local fence, before = redis.call('INCR', FENCE), redis.call('HGET', key, 'owner')
         redis.call('HSET', key, 'fence', fence, 'owner', a.owner)
         redis.call('ZADD', queue, now_ms() + a.ttl_ms, id)
-        return { queue, record, fence, redis.call('HINCRBY', key, 'attempts', 1), before or '' }
+        if before and before ~= '' then
+          redis.call('HINCRBYFLOAT', a.tally, a.takeovers[cjson.decode(record).kind], 1)
+        end
+        return { queue, record, fence, redis.call('HINCRBY', key, 'attempts', 1) }
       end
       redis.call('ZREM', queue, id)
     end

@@ -24,6 +24,7 @@ from redis.exceptions import RedisError
 from policies.journal import Trail
 from policies.manifest import HostFacts
 from policies.replica import TERMINAL, Replica
+from policies.series import Point
 from policies.tasks import PROGRESS_TTL_S, TASK_TTL_S, Progress, Task
 from policies.tracing import SPANS_KEPT, Span
 from policies.wire import (
@@ -39,6 +40,7 @@ from policies.wire import (
     Hint,
     HostReport,
     Job,
+    JobKind,
     Keys,
     OperationState,
     StageKey,
@@ -47,8 +49,8 @@ from policies.wire import (
 from restorer.errors import RestorerError
 
 T = TypeVar("T", bound=BaseModel)
-_CALL_S = 5.0
-_SPANS_TTL_S = 600
+_CALL_S, _SPANS_TTL_S = 5.0, 600
+_TAKEOVERS = {kind: Point("lease_takeovers", (kind,)).field for kind in JobKind}
 
 
 class StoreUnavailable(RestorerError):
@@ -78,8 +80,6 @@ class Claim:
     attempts: int
     """How often the job was claimed, this time included."""
     queue: str
-    inherited: bool = False
-    """Whoever had it before vanished without giving it back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,12 +132,12 @@ class JobStore:
 
     async def claim(self, lease_s: float, *, stops_only: bool = False) -> Claim | None:
         """The next job that is due, this host's own first (those are stops); None when there is none."""
-        queues = self._queues[:1] if stops_only else self._queues
-        found = await self._call("claim", queues=queues, owner=self.host, ttl_ms=_ms(lease_s), job_key=self.keys.job(""))
+        keys = {"queues": self._queues[:1] if stops_only else self._queues, "job_key": self.keys.job("")}
+        counts = {"tally": self.keys.tally(self.host), "takeovers": _TAKEOVERS}
+        found = await self._call("claim", **keys, **counts, owner=self.host, ttl_ms=_ms(lease_s))
         if found is None:
             return None
-        queue, record, fence, attempts, before = found
-        return Claim(Job.model_validate_json(record), int(fence), int(attempts), queue, inherited=bool(before))
+        return Claim(Job.model_validate_json(found[1]), fence=int(found[2]), attempts=int(found[3]), queue=found[0])
 
     async def renew(self, claim: Claim, lease_s: float) -> bool:
         """Extend the lease; False when it was lost."""

@@ -142,8 +142,6 @@ class Worker:
         """One job under its lease. The lease's loss cancels the work, and the work undoes itself."""
         log.info("job %s: %s %s", claim.job.id, claim.job.kind, claim.job.replica or claim.job.model)
         self._held[claim.job.id] = Held(claim.job.kind, time.monotonic())
-        if claim.inherited:
-            self._host.tally.inc("lease_takeovers", claim.job.kind)
         begun_ns = time.time_ns()
         work = asyncio.create_task(self._work(claim))
         lease = asyncio.create_task(self._hold(claim))

@@ -76,11 +76,12 @@ def prometheus(folder: Path, target: str) -> Iterator[Prometheus]:
     argv += [f"--web.listen-address=127.0.0.1:{port}", "--enable-feature=exemplar-storage", "--log.level=warn"]
     with (folder / "prometheus.log").open("wb") as log:
         process = subprocess.Popen(argv, stdout=log, stderr=log)
+    found = Prometheus(port)
     try:
-        found = Prometheus(port)
         eventually(found.ready, f"Prometheus; see {folder / 'prometheus.log'}", 30)
         yield found
     finally:
+        found.http.close()
         process.send_signal(signal.SIGTERM)
         process.wait(20)
 

@@ -44,6 +44,11 @@ def test_the_floor_is_there_and_buckets_reach_ten_minutes():
     assert ("rewake_queue_wait_seconds_bucket", (("le", "600.0"), ("model", "m"), ("outcome", "admitted"))) in samples(metrics)
 
 
+def test_the_first_span_that_is_lost_is_a_rise():
+    found = samples(Metrics(["m"], version="1"))
+    assert {found["rewake_spans_total", (("result", result),)] for result in ("exported", "failed", "dropped")} == {0.0}
+
+
 def test_a_slots_state_is_shown_from_its_record():
     metrics = Metrics(["m"], version="1")
     metrics.record(record(State.VERIFYING), record(State.ADMITTED))
