@@ -101,7 +101,7 @@ class Gpus:
                     self._holders[uuid] = box
                 return self._placement(fit, found)
             if time.monotonic() > deadline:
-                why = "; ".join(f"GPU {known.index(uuid)}: {lack}" for uuid, lack in lacks.items() if lack is not None)
+                why = "; ".join(f"GPU {at}: {lack}" for at, uuid in enumerate(known) if (lack := lacks.get(uuid)) is not None)
                 raise Environment(
                     f"no {count} free GPU(s) within {wait_s:g} s: {why}; park what uses them, or raise engine.gpu.wait_s"
                 )

@@ -16,6 +16,7 @@ from policies.manifest import canonical
 from policies.trust import Trust, judge
 from restorer import keyring, signatures
 from restorer.errors import Environment
+from restorer.files import hash_file
 from restorer.keyring import KeyRing
 from restorer.ownership import way_to
 from restorer.signatures import Judge
@@ -129,9 +130,7 @@ def test_restore_case_84_an_image_edited_with_its_hash_updated_is_refused_withou
     image = snapshots.folder(manifest.id) / "images/core-1000.img"
     edit(image, 5)
     objects = tuple(
-        one.model_copy(update={"sha256": keyring.hashlib.sha256(image.read_bytes()).hexdigest()})
-        if one.path == "images/core-1000.img"
-        else one
+        one.model_copy(update={"sha256": hash_file(image, sparse=True)}) if one.path == "images/core-1000.img" else one
         for one in manifest.objects
     )
     forged = manifest.model_copy(update={"objects": objects})

@@ -75,6 +75,7 @@ async def bench(url: str, config: Config = CONFIG, snapshots: tuple[SnapshotSumm
         capability="",
         tally=Tally(),
         gpus=SimpleNamespace(facts=None),
+        facts_now=lambda: None,
         described=dict,
         discard=nothing,
         journals=Journals(Path(folder.name)),
