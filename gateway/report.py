@@ -15,6 +15,7 @@ from gateway.errors import StoreUnavailable
 from gateway.ledger import Ledger
 from gateway.registry import Registry
 from gateway.store import Store
+from policies.replica import State
 from policies.wire import GatewayReport, Held, ModelLoad
 
 PERIOD_S = 1.0
@@ -42,15 +43,23 @@ class Reporter:
         """Live gateway workers, this one included."""
         return 1 + len(self._peers)
 
-    def own_demand(self, model: str) -> int:
-        """Live requests for the model on this gateway."""
-        return self._ledger.load(model).demand
-
     def demand(self, model: str) -> int:
         """Live requests for the model over all gateways."""
         return self._ledger.load(model).demand + sum(
             report.models[model].demand for report in self._peers.values() if model in report.models
         )
+
+    def unserved(self, model: str) -> int:
+        """Live requests for the model that a replica may be started for; 0 unless there are some on this gateway.
+
+        What is in flight on a replica that drains is served to its end there, and is in no need of another. What is known of
+        other gateways is up to a second old, so that none speaks for the others alone.
+        """
+        draining = [one.incarnation for one in self._registry.replicas() if one.model == model and one.state is State.DRAINING]
+        if self._ledger.load(model).demand <= sum(map(self._ledger.inflight, draining)):
+            return 0
+        inflight = self.inflight() if draining else {}
+        return self.demand(model) - sum(inflight.get(incarnation, 0) for incarnation in draining)
 
     def arrivals(self, model: str) -> int:
         """Requests for the model ever accepted, over all live gateways; a change means activity even if demand is 0."""

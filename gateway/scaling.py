@@ -136,7 +136,7 @@ class Scaler:
             return
         target, reason = missing
         try:
-            yields, trace = not self._reporter.own_demand(model), self.trace(model)
+            yields, trace = not self._reporter.unserved(model), self.trace(model)
             outcome = await self._operations.scale_up(model, target, reason, yields=yields, trace=trace)
         except Crowded as crowded:
             await self._make_room(model, crowded)
@@ -173,8 +173,7 @@ class Scaler:
         spec = self._current.config.models[model]
         # Each gateway speaks for its own: what is known of the others is up to a second old, and asking on the strength of it
         # would start what a restorer, who knows better, cancels at once, again and again.
-        demand = self._reporter.demand(model) if self._reporter.own_demand(model) else 0
-        warm = self._warm(model)
+        demand, warm = self._reporter.unserved(model), self._warm(model)
         target = wanted(demand=demand, concurrency=spec.concurrency, keep=warm, max_replicas=spec.max_replicas)
         if target > warm:
             return target, "demand"

@@ -90,16 +90,15 @@ def _live(config: Config, interval: float) -> None:
     thread = threading.Thread(target=watch.run, name="overview", daemon=True)
     thread.start()
     console = Console(markup=False, highlight=False, emoji=False)
-    with (
-        contextlib.suppress(KeyboardInterrupt),
-        _keys() as pressed,
-        Live(console=console, screen=True, auto_refresh=False) as live,
-    ):
-        signal.signal(signal.SIGWINCH, lambda *_: watch.news.set())
+    # Ctrl-C is how a person leaves: also where whoever started this had it ignored (`&` in a script), and never in the
+    # middle of a drawing.
+    signal.signal(signal.SIGINT, lambda *_: watch.stop.set())
+    signal.signal(signal.SIGWINCH, lambda *_: watch.news.set())
+    with _keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
         paused, drawn = False, 0.0
-        while watch.fatal is None:
+        while watch.fatal is None and not watch.stop.is_set():
             key = pressed(_KEY_S)
-            if key in ("q", "Q", "\x03", "\x1b"):
+            if key in ("q", "Q", "\x1b"):
                 break
             paused ^= key == " "
             due = watch.news.is_set() or time.monotonic() - drawn >= interval or key in ("r", " ")

@@ -13,9 +13,10 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-__all__ = ["Browser", "Page", "axe", "browser_of", "expect", "page_of", "picture", "tab_to"]
+__all__ = ["APART", "Browser", "Page", "axe", "browser_of", "expect", "page_of", "picture", "tab_to"]
 
 expect.set_options(timeout=30_000)
+APART = Path(__file__).with_name("chromium_apart.py")
 _TABS = 120
 Scheme = Literal["light", "dark"]
 
@@ -28,7 +29,11 @@ def browser_of() -> Iterator[Browser]:
         (pytest.fail if os.environ.get("CI") else pytest.skip)("needs REWAKE_CHROMIUM; `make test` installs it and sets this")
     with sync_playwright() as playwright:
         # Chromium's own sandbox refuses root.
-        browser = playwright.chromium.launch(executable_path=name, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        browser = playwright.chromium.launch(
+            executable_path=APART,
+            args=["--no-sandbox", "--disable-dev-shm-usage"],
+            env={**os.environ, "REWAKE_CHROMIUM": name},
+        )
         try:
             yield browser
         finally:

@@ -191,6 +191,11 @@ class Installation:
         assert made.returncode == 0, made.stdout + made.stderr
         return self.newest()
 
+    def release(self, id: str) -> None:
+        """Let a snapshot be restored at once, whatever became of earlier restores of it."""
+        released = self.cli("snapshot", "release", id)
+        assert released.returncode == 0, released.stdout + released.stderr
+
     def newest(self) -> Path:
         """Folder of the newest snapshot."""
         return max((self.folder / "state/snapshots").glob("*/manifest.json"), key=lambda path: path.stat().st_mtime).parent

@@ -91,8 +91,16 @@ def trio(system: Installation) -> Path:
 
 
 @pytest.fixture(scope="module")
-def stages(system: Installation) -> Path:
+def made(system: Installation) -> Path:
+    """Folder of the snapshot of the model ``stages``."""
     return system.snapshot("stages")
+
+
+@pytest.fixture
+def stages(system: Installation, made: Path) -> Path:
+    """That folder; no failure of an earlier test holds the snapshot back."""
+    system.release(made.name)
+    return made
 
 
 def test_gateway_case_60_polling_wakes_nothing(system: Installation, base: Path) -> None:

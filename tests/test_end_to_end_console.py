@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import errno
+import os
 import re
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
-from browser import Browser, Page, axe, browser_of, expect, page_of, picture, tab_to
+from browser import APART, Browser, Page, axe, browser_of, expect, page_of, picture, tab_to
 from conftest import require_root
 from e2e_installation import PROMPT, Installation, eventually, llama, manifest_of, network, rewritten, small
 
@@ -67,6 +71,19 @@ def sign_in(page: Page, system: Installation) -> None:
 
 def row(page: Page, section: str, name: str) -> object:
     return page.locator(f"#{section} tr", has_text=name).first
+
+
+def test_the_browser_does_not_hear_of_interfaces_that_other_tests_make() -> None:
+    ask = "import socket; socket.socket(socket.AF_INET); socket.socket(socket.AF_NETLINK)"
+    done = subprocess.run(
+        [APART, "-c", ask],
+        env={**os.environ, "REWAKE_CHROMIUM": sys.executable},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert f"Errno {errno.EAFNOSUPPORT}" in done.stderr
 
 
 def test_a_wrong_token_is_refused_and_the_right_one_never_leaves_the_tab(page: Page, system: Installation) -> None:

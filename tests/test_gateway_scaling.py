@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from conftest import eventually
-from fake_replica import FakeReplica, Fleet, configuration, replica_server, serving
+from fake_replica import Exchange, FakeReplica, Fleet, answer, configuration, replica_server, serving
 
 from policies.replica import State
 
@@ -61,6 +61,33 @@ async def test_a_lost_replica_is_asked_for_again_while_somebody_waits(store, sto
         await eventually(fleet.jobs, within=0.5)
         request.cancel()
         await asyncio.wait([request])
+
+
+async def test_who_is_served_by_a_replica_that_drains_asks_for_no_other_and_who_waits_does(store, store_server):
+    gate = asyncio.Event()
+
+    async def late(exchange: Exchange) -> None:
+        await gate.wait()
+        await answer(exchange)
+
+    async with replica_server(late) as fake, serving(store_server) as served:
+        fleet = Fleet(store)
+        replica = await fleet.admit(fake)
+        await eventually(lambda: served.gateway.registry.available("m"))
+        under_way = asyncio.create_task(served.chat())
+        await eventually(lambda: fake.inflight == 1)
+        await fleet.change(replica, State.DRAINING)
+        await eventually(lambda: not served.gateway.registry.available("m"))
+        # Longer than the look at all models that comes once a second.
+        await asyncio.sleep(1.2)
+        assert await fleet.jobs() == []
+        waiting = asyncio.create_task(served.chat())
+        await eventually(fleet.jobs)
+        assert [job["replica"] for job in await fleet.jobs()] == ["m#1"]
+        gate.set()
+        assert (await under_way).status_code == 200
+        waiting.cancel()
+        await asyncio.wait([waiting])
 
 
 async def test_demand_of_all_gateways_counts_together(store, store_server):

@@ -165,10 +165,17 @@ def test_without_a_terminal_it_prints_one_picture_and_ends(config: Path) -> None
     assert json.loads(told.stdout) == DOCUMENT
 
 
-@pytest.mark.parametrize("end", ["q", "\x03"])
-def test_on_a_terminal_it_lives_until_it_is_told_to_end_and_leaves_it_as_it_was(config: Path, end: str) -> None:
+@pytest.mark.parametrize(
+    ("end", "handler"),
+    [("q", signal.SIG_DFL), ("\x03", signal.SIG_DFL), ("\x03", signal.SIG_IGN)],
+    ids=["q", "ctrl-c", "ctrl-c that was ignored by whoever started it"],
+)
+def test_on_a_terminal_it_lives_until_it_is_told_to_end_and_leaves_it_as_it_was(
+    config: Path, end: str, handler: signal.Handlers
+) -> None:
     pid, fd = pty.fork()
     if pid == 0:
+        signal.signal(signal.SIGINT, handler)
         os.chdir(ROOT)
         os.execv(sys.executable, [sys.executable, str(ROOT / "rewake.py"), "top", "-n", "0.2", "-c", str(config)])
     try:
