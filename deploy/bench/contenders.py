@@ -183,7 +183,7 @@ def _rewake(name: str, upstream: int, *, program: Sequence[str] = SOURCE, **more
 
 @contextlib.contextmanager
 def rewake(folder: Path, upstream: int) -> Iterator[Running]:
-    """As it is installed: its data path compiled, with metrics and access log, no tracing."""
+    """As `make compiled` installs it, with metrics and access log, no tracing."""
     python = BUILD / "compiled/bin/python"
     if not python.exists():
         raise BenchError(f"{python} is missing; `make compiled` builds it")
