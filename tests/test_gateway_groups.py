@@ -137,6 +137,7 @@ async def test_a_free_place_goes_to_the_first_in_the_queue_and_to_nobody_else(fl
         for model in ("d", "c", "a"):
             with pytest.raises(Crowded):
                 await operations.scale_up(model, 1, "demand")
+            await asyncio.sleep(0.002)  # who comes within the same millisecond comes first by name
         assert (await operations.scale_up("b", 1, "demand")).created
         assert set(await fleet.queue()) == {"d", "c", "a"}
         # Nobody asks for c any more: it holds nobody up.
