@@ -39,7 +39,7 @@ _FIRST_LOOK_S = 2.0
 """How long a new process waits for its first look at the store before it serves without."""
 _ACCEPT_TURNS = 1000
 """Turns of the loop, each of which accepts some, before a socket is closed although somebody is always in its queue."""
-_IDLE_S = 1.0
+_IDLE_S = 2.0
 """While draining, a connection that a client keeps may bring one more request within this time."""
 _YOUNG = 10_000
 """Objects made, less those that have ended, before the collector looks at them."""
