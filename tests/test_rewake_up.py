@@ -52,10 +52,11 @@ async def test_says_where_it_serves_what_does_not_work_and_passes_lines_on(place
         assert up.says("cold starts only").startswith(
             "rewake: cold starts only, because CRIU is not usable: /no/such/criu not found; install CRIU 4.2 or later"
         )
-        assert up.says("restorer says hello") == "restorer | restorer says hello"
-        assert up.says("gateway0 says hello") == "gateway-0 | gateway0 says hello"
+        await eventually(lambda: "restorer begins" in place.events())
         up.process.send_signal(signal.SIGTERM)
         assert up.ends() == 0
+    assert "restorer | restorer says hello" in up.said
+    assert "gateway-0 | gateway0 says hello" in up.said
 
 
 async def test_makes_its_folders_and_the_token_for_the_right_accounts(place: Place) -> None:
