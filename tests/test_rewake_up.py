@@ -52,7 +52,7 @@ async def test_says_where_it_serves_what_does_not_work_and_passes_lines_on(place
         assert up.says("cold starts only").startswith(
             "rewake: cold starts only, because CRIU is not usable: /no/such/criu not found; install CRIU 4.2 or later"
         )
-        await eventually(lambda: "restorer begins" in place.events())
+        await eventually(lambda: {"restorer begins", "gateway0 begins"} <= set(place.events()))
         up.process.send_signal(signal.SIGTERM)
         assert up.ends() == 0
     assert "restorer | restorer says hello" in up.said
