@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from gateway import dialects
 from gateway.downstream import ClientGone
-from gateway.envelope import Pairs
+from gateway.envelope import BODILESS, Pairs
 from gateway.errors import GatewayError
 from gateway.exchange import Head
 from gateway.routes import Found
@@ -35,7 +35,7 @@ def written(status: int, reason: str | None, headers: Pairs, *, closing: bool) -
     for name, value in headers:
         head += f"{name}: {value}\r\n"
         sized = sized or name.lower() == "content-length"
-    chunked = not sized and status not in _BODILESS
+    chunked = not sized and status not in BODILESS
     if chunked:
         head += "Transfer-Encoding: chunked\r\n"
     if closing:
@@ -45,7 +45,6 @@ def written(status: int, reason: str | None, headers: Pairs, *, closing: bool) -
 
 _LINGER_S = 5.0
 """How long a client may take to read what was sent before the cut."""
-_BODILESS = (204, 304)
 
 
 class Answering:

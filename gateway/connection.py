@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 
 import httptools
 
-from gateway.envelope import Pairs
+from gateway.envelope import BODILESS, Pairs
 from gateway.outbox import Outbox
 from gateway.upstream import CONNECT_S, KEEP_IDLE_S, Broken, Silent, Truncated, Unreachable
 from policies.replica import Replica
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from gateway.passing import Passing, Shape
 
 _MAX_HEAD = 64 << 10
-_BODILESS = (204, 304)
 _MAX_KNOWN = 256
 """Heads that an incarnation's answers are known by: they differ in their length, and with some engines in the time."""
 
@@ -217,7 +216,7 @@ class Connection:
         """This answer came in one piece: the next one with this head can be told by it."""
         known = self._pool.known
         sizes = [value for name, value in self._headers if name.lower() == "content-length"]
-        if sizes != [str(length)] or self._status in _BODILESS:
+        if sizes != [str(length)] or self._status in BODILESS:
             return
         if len(known) >= _MAX_KNOWN:
             known.clear()

@@ -19,6 +19,8 @@ from gateway.errors import InvalidRequest, MissingModel
 from gateway.members import Buffer, Crowded, Repeated, members
 
 Pairs = list[tuple[str, str]]
+BODILESS = (204, 304)
+"""Statuses whose answers end with their heads."""
 
 _HOP_BY_HOP = frozenset(
     (

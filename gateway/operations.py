@@ -7,12 +7,13 @@ nothing of demand, nor of who may ask.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from pydantic import ValidationError
 
@@ -22,14 +23,33 @@ from gateway.store import Store
 from policies.config import Config
 from policies.wire import OPERATION_TTL_S, WAITING_TTL_MS, Operation, OperationState, Reason
 
+T = TypeVar("T")
 _REREAD_S = 5.0
-"""An operation that is followed is read again after this long even without an event: one may have been lost."""
+"""What is followed is read again after this long even without an event: one may have been lost."""
 
 
 class Events(Protocol):
-    """Tells when something about an operation may have changed."""
+    """Tells when something about an operation, or a task, may have changed."""
 
-    def follow(self, operation: str) -> AbstractContextManager[asyncio.Event]: ...
+    def follow(self, id: str) -> AbstractContextManager[asyncio.Event]: ...
+
+
+async def settled(
+    events: Events, id: str, read: Callable[[], Awaitable[T | None]], running: Callable[[T], bool], timeout_s: float
+) -> T | None:
+    """What ``read`` says once it runs no more, or as it is after ``timeout_s`` seconds; None: there is none, or not any more."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout_s
+    with events.follow(id) as changed:
+        while True:
+            changed.clear()
+            found = await read()
+            left = deadline - loop.time()
+            if found is None or not running(found) or left <= 0:
+                return found
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(left, _REREAD_S)):
+                    await changed.wait()
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,20 +172,9 @@ class Operations:
 
     async def wait(self, id: str, timeout_s: float) -> Operation | None:
         """The operation once it has ended, or as it is after ``timeout_s`` seconds."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout_s
-        with self._events.follow(id) as changed:
-            while True:
-                changed.clear()
-                operation = await self.get(id)
-                left = deadline - loop.time()
-                if operation is None or operation.state is not OperationState.RUNNING or left <= 0:
-                    return operation
-                try:
-                    async with asyncio.timeout(min(left, _REREAD_S)):
-                        await changed.wait()
-                except TimeoutError:
-                    continue
+        return await settled(
+            self._events, id, lambda: self.get(id), lambda operation: operation.state is OperationState.RUNNING, timeout_s
+        )
 
     async def _run(self, command: str, model: str, reason: Reason, **arguments: Any) -> Outcome | None:
         sharing = self._sharing(model)

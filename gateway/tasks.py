@@ -5,16 +5,13 @@ Which kinds there are is :mod:`policies.tasks`'s. Knows nothing of who may ask.
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
 
 from gateway.errors import Busy
-from gateway.operations import Events
+from gateway.operations import Events, settled
 from gateway.store import Store
 from policies.tasks import CHORES, Task, TaskState
-
-_REREAD_S = 5.0
 
 
 class Tasks:
@@ -44,16 +41,6 @@ class Tasks:
 
     async def wait(self, id: str, timeout_s: float) -> Task | None:
         """The task once it has ended, or as it is after ``timeout_s`` seconds; None: there is none, or not any more."""
-        clock = asyncio.get_running_loop().time
-        deadline = clock() + timeout_s
-        with self._events.follow(id) as changed:
-            while True:
-                changed.clear()
-                task, left = await self._store.task(id), deadline - clock()
-                if task is None or task.state is not TaskState.RUNNING or left <= 0:
-                    return task
-                try:
-                    async with asyncio.timeout(min(left, _REREAD_S)):
-                        await changed.wait()
-                except TimeoutError:
-                    continue
+        return await settled(
+            self._events, id, lambda: self._store.task(id), lambda task: task.state is TaskState.RUNNING, timeout_s
+        )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from typing import Annotated
 
@@ -14,13 +13,11 @@ from policies.manifest import HostFacts
 from restorer.commands import OK, AsJson, ConfigFile
 from restorer.console import print_json, print_table, when
 from restorer.explain import Explanation, Snapshot, damaged, document, explain
-from restorer.host import build, find_gpus
 from restorer.operator import Admin, Failed, load
+from restorer.this_host import this_host
 
 HOST_INCOMPATIBLE = 3
 _HASH = re.compile(r"\b([0-9a-f]{12})[0-9a-f]{28,52}\b")
-_NOWHERE = "unix:///nonexistent"
-"""A store that is not asked for anything."""
 
 
 def add(snapshots: typer.Typer) -> None:
@@ -44,11 +41,7 @@ def explain_(
     which hosts of the installation would do. Exits with 3 when no snapshot of what was asked for fits this host.
     """
     parsed = load(config)[1]
-    try:
-        host = build(parsed, _NOWHERE, stamps_file="stamps.cli.json")
-    except OSError as error:
-        raise Failed(f"{error.filename}: {error.strerror}; snapshots belong to the user that runs the restorer") from None
-    asyncio.run(find_gpus(host))
+    host = this_host(parsed)
     fleet, unknown = _fleet(parsed)
     found = explain(host, target, fleet)
     broken = damaged(host) if target is None else {}

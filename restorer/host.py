@@ -339,15 +339,6 @@ def build(config: Config, store_url: str, *, stamps_file: str = "stamps.json", h
     return host
 
 
-async def find_gpus(host: Host) -> None:
-    """What a command asks of the GPUs, in a helper that ends with it."""
-    try:
-        await host.find_gpus()
-    finally:
-        await host.cuda.close()
-        await host.jobs.close()
-
-
 def find_criu(name: str) -> tuple[Path | None, str]:
     """(CRIU's path if it works on this host, how it was found or what is missing). Blocks."""
     found = shutil.which(name)

@@ -32,6 +32,21 @@ class _Found(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_uint64) for name in ("cache", "dirty", "writeback", "evicted", "recently_evicted"))
 
 
+def evict(paths: Iterable[Path]) -> None:
+    """Put files out of the page cache, as far as the kernel lets them go: what runs programs may keep a little of theirs.
+
+    Raises:
+        OSError: one cannot be read.
+    """
+    for path in paths:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+
+
 def share(paths: Iterable[Path]) -> tuple[int, int]:
     """(bytes in the page cache, bytes) of all files together.
 

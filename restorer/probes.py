@@ -22,7 +22,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from restorer import seal
 
@@ -109,36 +109,48 @@ def kernel() -> Finding:
 async def criu(binary: str) -> Finding:
     """CRIU is there, is new enough, and says that this kernel lets it work."""
     install = "install CRIU 4.2 or later (deploy/install/criu.sh) and name it in restorer.criu; without it, starts are cold"
-    path = shutil.which(binary)
-    if path is None:
-        return Finding("criu", "fail", f"{binary} not found", install)
-    _, said = await tool(path, "--version")
-    match = re.search(r"Version: ((\d+)\.(\d+)\S*)", said)
-    if match is None:
-        return Finding("criu", "fail", f"{path} does not run: {_brief(said)}", install)
-    if (int(match[2]), int(match[3])) < MINIMUM_CRIU:
-        return Finding("criu", "fail", f"{path} is {match[1]}", install)
-    rc, said = await tool(*CHECK, path, "check")
+    found = await _program("criu", binary, r"Version: ", MINIMUM_CRIU, install)
+    if isinstance(found, Finding):
+        return found
+    rc, said = await tool(*CHECK, found.path, "check")
     if rc:
-        return Finding("criu", "fail", f"{path} {match[1]}: criu check says: {_brief(said)}", _ROOT)
-    return Finding("criu", "ok", f"{path} {match[1]}; criu check: {_brief(said)}")
+        return Finding("criu", "fail", f"{found}: criu check says: {_brief(said)}", _ROOT)
+    return Finding("criu", "ok", f"{found}; criu check: {_brief(said)}")
 
 
 async def runc(binary: str) -> Finding:
     """runc is there, is new enough, and can keep engines from io_uring."""
     install = "install runc 1.1 or later (deploy/install/runc.sh) and name it in restorer.runc, or use engine.backend: criu"
+    found = await _program("runc", binary, r"runc version ", MINIMUM_RUNC, install)
+    if isinstance(found, Finding):
+        return found
+    if "libseccomp" not in found.said:
+        return Finding("runc", "fail", f"{found} was built without seccomp", install)
+    return Finding("runc", "ok", str(found))
+
+
+class _Program(NamedTuple):
+    path: str
+    version: str
+    said: str
+    """All that it says of its version."""
+
+    def __str__(self) -> str:
+        return f"{self.path} {self.version}"
+
+
+async def _program(name: str, binary: str, before: str, minimum: tuple[int, int], install: str) -> _Program | Finding:
+    """A program that says its version behind ``before``; what is wrong, if it is missing, does not run, or is too old."""
     path = shutil.which(binary)
     if path is None:
-        return Finding("runc", "fail", f"{binary} not found", install)
+        return Finding(name, "fail", f"{binary} not found", install)
     _, said = await tool(path, "--version")
-    match = re.search(r"runc version ((\d+)\.(\d+)\S*)", said)
+    match = re.search(before + r"((\d+)\.(\d+)\S*)", said)
     if match is None:
-        return Finding("runc", "fail", f"{path} does not run: {_brief(said)}", install)
-    if (int(match[2]), int(match[3])) < MINIMUM_RUNC:
-        return Finding("runc", "fail", f"{path} is {match[1]}", install)
-    if "libseccomp" not in said:
-        return Finding("runc", "fail", f"{path} {match[1]} was built without seccomp", install)
-    return Finding("runc", "ok", f"{path} {match[1]}")
+        return Finding(name, "fail", f"{path} does not run: {_brief(said)}", install)
+    if (int(match[2]), int(match[3])) < minimum:
+        return Finding(name, "fail", f"{path} is {match[1]}", install)
+    return _Program(path, match[1], said)
 
 
 def tools(names: Sequence[str] = ("unshare", "nsenter", "setpriv", "setsid", "mount", "ip")) -> Finding:

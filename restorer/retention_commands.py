@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated
 
 import typer
@@ -10,11 +9,8 @@ import typer
 from restorer.collector import collect_on
 from restorer.commands import AsJson, ConfigFile
 from restorer.console import print_json, print_table, size
-from restorer.host import build, find_gpus
-from restorer.operator import Failed, load
-
-_NOWHERE = "unix:///nonexistent"
-"""A store that is not asked for anything."""
+from restorer.operator import load
+from restorer.this_host import this_host
 
 
 def add(snapshots: typer.Typer) -> None:
@@ -32,11 +28,7 @@ def gc(
     Nothing goes that is used, or that came a moment ago, or that is the newest usable one of its model.
     """
     parsed = load(config)[1]
-    try:
-        host = build(parsed, _NOWHERE, stamps_file="stamps.cli.json")
-    except OSError as error:
-        raise Failed(f"{error.filename}: {error.strerror}; snapshots belong to the user that runs the restorer") from None
-    asyncio.run(find_gpus(host))
+    host = this_host(parsed)
     done = collect_on(host, dry=dry_run)
     if json_:
         return print_json(

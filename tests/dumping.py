@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import textwrap
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 from conftest import eventually
-from e2e_installation import needed
+from e2e_installation import a_place, needed, network
 
 from restorer import timers
 from restorer.box import Box, BoxFactory
 from restorer.criu import Criu
 from restorer.errors import ToolFailed
 from restorer.trees import capture_tree, lay_tree
+
+
+@contextlib.asynccontextmanager
+async def some_boxes(second: int) -> AsyncIterator[BoxFactory]:
+    """Boxes on a network of their own (see :func:`e2e_installation.network`); all that are left end with the block."""
+    with a_place("boxes") as folder:
+        factory = BoxFactory(run_dir=folder / "run", state_dir=folder / "state", network=network(second), spare=0)
+        try:
+            yield factory
+        finally:
+            for box in await factory.survivors():
+                await factory.discard(box)
+
 
 OPTIONS = ("--tcp-established", "--network-lock", "skip")
 PRELUDE = """

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import Any, TypeVar
 import httpx
 import pytest
 import yaml
+from conftest import require_root
 
 from policies.manifest import Manifest, canonical
 
@@ -93,6 +96,18 @@ def small(mapped: Path, hold: Path, **policy: Any) -> dict[str, Any]:
         "canary": {"max_tokens": 4, "prompts": ["one", "two"], "timeout_s": 20},
         **policy,
     }
+
+
+@contextlib.contextmanager
+def a_place(name: str) -> Iterator[Path]:
+    """A folder for an installation. Not pytest's: socket paths are short, and the gateway's account must be able to pass."""
+    require_root()
+    folder = Path(tempfile.mkdtemp(prefix=f"rewake-{name}-", dir="/var/tmp"))
+    folder.chmod(0o755)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def network(second: int) -> str:

@@ -6,10 +6,8 @@ import concurrent.futures
 import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,20 +17,15 @@ import httpx
 import openai
 import pytest
 import redis
-from conftest import require_root
-from e2e_installation import PROMPT, Installation, argv_of, eventually, llama, manifest_of, network, rewritten, small
+from e2e_installation import PROMPT, Installation, a_place, argv_of, eventually, llama, manifest_of, network, rewritten, small
 
 pytestmark = pytest.mark.criu
 
 
 @pytest.fixture(scope="module")
 def place() -> Iterator[Path]:
-    require_root()
-    # Not pytest's folder: socket paths are short, and the gateway's account must be able to pass.
-    folder = Path(tempfile.mkdtemp(prefix="rewake-e2e-", dir="/var/tmp"))
-    folder.chmod(0o755)
-    yield folder
-    shutil.rmtree(folder, ignore_errors=True)
+    with a_place("e2e") as folder:
+        yield folder
 
 
 @pytest.fixture(scope="module")

@@ -7,18 +7,15 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import fake_cuda
 import pytest
-from conftest import require_root
-from e2e_installation import ROOT, Installation, eventually, manifest_of, network, processes
+from e2e_installation import ROOT, Installation, a_place, eventually, manifest_of, network, processes
 from processes import alive
 
 from policies.manifest import GpuState
@@ -42,11 +39,8 @@ def gpu_model(place: Path, *more: str, gpu: dict[str, Any] | None = None, **poli
 
 @pytest.fixture(scope="module")
 def place() -> Iterator[Path]:
-    require_root()
-    folder = Path(tempfile.mkdtemp(prefix="rewake-gpu-", dir="/var/tmp"))
-    folder.chmod(0o755)
-    yield folder
-    shutil.rmtree(folder, ignore_errors=True)
+    with a_place("gpu") as folder:
+        yield folder
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -13,7 +11,7 @@ from typing import Any
 
 import pytest
 from conftest import require_root
-from e2e_installation import PROMPT, Installation, eventually, llama, network, small
+from e2e_installation import PROMPT, Installation, a_place, eventually, llama, network, small
 from s3_server import S3, s3_server
 
 pytestmark = pytest.mark.criu
@@ -28,10 +26,8 @@ def s3() -> Iterator[S3]:
 
 @pytest.fixture(scope="module")
 def place() -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix="rewake-e2e-", dir="/var/tmp"))
-    folder.chmod(0o755)
-    yield folder
-    shutil.rmtree(folder, ignore_errors=True)
+    with a_place("e2e") as folder:
+        yield folder
 
 
 def context(size: int, **policy: Any) -> dict[str, Any]:

@@ -61,13 +61,7 @@ def snapshot(system: Installation) -> Path:
 
 
 def evicted(*paths: Path) -> None:
-    for path in paths:
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)
+    pagecache.evict(paths)
     if pagecache.tier(paths) != "disk":
         pytest.skip("this file system keeps its files in memory")
 

@@ -8,14 +8,12 @@ import os
 import re
 import shutil
 import stat
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import require_root
-from e2e_installation import Installation, eventually, manifest_of, network, rewritten, small
+from e2e_installation import Installation, a_place, eventually, manifest_of, network, rewritten, small
 
 from restorer import keyring, stamps
 
@@ -24,11 +22,8 @@ pytestmark = pytest.mark.criu
 
 @pytest.fixture(scope="module")
 def place() -> Iterator[Path]:
-    require_root()
-    folder = Path(tempfile.mkdtemp(prefix="rewake-trust-", dir="/var/tmp"))
-    folder.chmod(0o755)
-    yield folder
-    shutil.rmtree(folder, ignore_errors=True)
+    with a_place("trust") as folder:
+        yield folder
 
 
 @pytest.fixture(scope="module")

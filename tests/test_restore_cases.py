@@ -8,11 +8,9 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -20,8 +18,7 @@ from typing import Any
 
 import pytest
 from conftest import eventually, require_root
-from dumping import dumped, restored, started
-from e2e_installation import network
+from dumping import dumped, restored, some_boxes, started
 
 from restorer.box import FIRST_PID, Box, BoxFactory, Output
 from restorer.criu import Criu
@@ -76,13 +73,8 @@ def _numbers(text: str) -> Iterator[str]:
 
 @pytest.fixture
 async def boxes() -> AsyncIterator[BoxFactory]:
-    require_root()
-    folder = Path(tempfile.mkdtemp(prefix="rewake-cases-", dir="/var/tmp"))
-    factory = BoxFactory(run_dir=folder / "run", state_dir=folder / "state", network=network(52), spare=0)
-    yield factory
-    for box in await factory.survivors():
-        await factory.discard(box)
-    shutil.rmtree(folder, ignore_errors=True)
+    async with some_boxes(52) as factory:
+        yield factory
 
 
 @pytest.mark.criu

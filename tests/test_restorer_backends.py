@@ -9,18 +9,15 @@ from __future__ import annotations
 import concurrent.futures
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import require_root
-from e2e_installation import PROMPT, ROOT, Installation, argv_of, eventually, llama, manifest_of, needed, network, small
+from e2e_installation import PROMPT, ROOT, Installation, a_place, argv_of, eventually, llama, manifest_of, needed, network, small
 
 from restorer import cgroups
 from restorer.backend import Can
@@ -66,12 +63,8 @@ def bundled(place: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def place() -> Iterator[Path]:
-    require_root()
-    # Not pytest's folder: socket paths are short, and the gateway's account must be able to pass.
-    folder = Path(tempfile.mkdtemp(prefix="rewake-backends-", dir="/var/tmp"))
-    folder.chmod(0o755)
-    yield folder
-    shutil.rmtree(folder, ignore_errors=True)
+    with a_place("backends") as folder:
+        yield folder
 
 
 @pytest.fixture(scope="module")

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from conftest import require_root
-from dumping import dumped, restored, started
-from e2e_installation import network
+from dumping import dumped, restored, some_boxes, started
 
 from restorer.box import BoxFactory
 from restorer.errors import ToolFailed
@@ -20,13 +16,8 @@ pytestmark = pytest.mark.criu
 
 @pytest.fixture
 async def boxes() -> AsyncIterator[BoxFactory]:
-    require_root()
-    folder = Path(tempfile.mkdtemp(prefix="rewake-criu-", dir="/var/tmp"))
-    factory = BoxFactory(run_dir=folder / "run", state_dir=folder / "state", network=network(53), spare=0)
-    yield factory
-    for box in await factory.survivors():
-        await factory.discard(box)
-    shutil.rmtree(folder, ignore_errors=True)
+    async with some_boxes(53) as factory:
+        yield factory
 
 
 async def test_real_failures_are_told_apart_by_what_criu_wrote(boxes: BoxFactory, tmp_path: Path) -> None:

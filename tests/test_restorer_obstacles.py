@@ -5,15 +5,11 @@ The inventory must have said before what came of it: a fatal finding that CRIU w
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from conftest import require_root
-from dumping import started, survives
-from e2e_installation import network
+from dumping import some_boxes, started, survives
 
 from restorer.box import Box, BoxFactory
 from restorer.criu import GHOST_LIMIT
@@ -99,20 +95,10 @@ FATAL = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def folder() -> Iterator[Path]:
-    require_root()
-    place = Path(tempfile.mkdtemp(prefix="rewake-obstacles-", dir="/var/tmp"))
-    yield place
-    shutil.rmtree(place, ignore_errors=True)
-
-
 @pytest.fixture
-async def boxes(folder: Path) -> AsyncIterator[BoxFactory]:
-    factory = BoxFactory(run_dir=folder / "run", state_dir=folder / "state", network=network(51), spare=0)
-    yield factory
-    for box in await factory.survivors():
-        await factory.discard(box)
+async def boxes() -> AsyncIterator[BoxFactory]:
+    async with some_boxes(51) as factory:
+        yield factory
 
 
 def fatal(box: Box, pid: int) -> set[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -14,12 +13,7 @@ MIB = 1 << 20
 
 def forget(path: Path) -> None:
     """Take a file out of the page cache; skips where the file system is one that lives there."""
-    fd = os.open(path, os.O_RDWR)
-    try:
-        os.fsync(fd)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(fd)
+    pagecache.evict([path])
     if pagecache.tier([path]) != "disk":
         pytest.skip("this file system keeps its files in memory")
 

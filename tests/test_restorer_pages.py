@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from restorer import images, pages
+from restorer import images, pagecache, pages
 from restorer.errors import EngineDied, SnapshotError
 from restorer.filling import Filling
 from restorer.images import Field, Image
@@ -190,16 +190,6 @@ def filling(folder: Path, *, direct: bool = False) -> Iterator[Filling]:
         found.close()
 
 
-def forget(path: Path) -> None:
-    """Take a file out of the page cache."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(fd)
-
-
 def received(fd: int) -> bytes:
     return b"".join(iter(lambda: os.read(fd, MIB), b""))
 
@@ -220,7 +210,7 @@ def test_memory_is_put_back_as_it_was(tmp_path: Path, empty: tuple[int, int, int
     present.append((start + 26 * MIB, tail))
     dump(tmp_path, [area(start, start + 32 * MIB)], present)
     assert pages.take_out(tmp_path, huge=False) == 2999 * PAGE + 5 * MIB
-    forget(tmp_path / "bulk-3.img")
+    pagecache.evict([tmp_path / "bulk-3.img"])
     with filling(tmp_path, direct=direct) as found:
         found.put_back({7: pid})
     os.kill(pid, signal.SIGCONT)

@@ -23,22 +23,12 @@ def mapped(path: Path, touched: int | None = None) -> MappedFile:
     return MappedFile(path=str(path), bytes=path.stat().st_size, sha256="0", touched=touched)
 
 
-def forget(path: Path) -> None:
-    """Take a file out of the page cache."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(fd)
-
-
 @pytest.fixture
 def cold(tmp_path: Path) -> Path:
     """A big file that is not in the page cache."""
     path = tmp_path / "weights"
     path.write_bytes(os.urandom(8 * MIB) * (LEAST_BYTES // (8 * MIB)))
-    forget(path)
+    pagecache.evict([path])
     if pagecache.tier([path]) != "disk":
         pytest.skip("this file system keeps its files in memory")
     return path
@@ -52,8 +42,8 @@ async def test_files_are_in_the_page_cache_soon_after_the_body_began(cold: Path)
 async def test_small_images_are_on_their_way_and_big_ones_are_left(cold: Path, tmp_path: Path) -> None:
     small = tmp_path / "core-7.img"
     await asyncio.to_thread(small.write_bytes, os.urandom(2 * MIB))
-    forget(small)
-    forget(cold)
+    pagecache.evict([small])
+    pagecache.evict([cold])
     assert prefetch.begun([small, cold]) == (0, 2 * MIB + LEAST_BYTES)
     await eventually(lambda: pagecache.share([small])[0] == 2 * MIB, what="the small image in the page cache")
     assert pagecache.share([cold])[0] < LEAST_BYTES // 2

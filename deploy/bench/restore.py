@@ -68,17 +68,6 @@ def settings(variant: str, gguf: Path, **more: Any) -> dict[str, Any]:
     }
 
 
-def evict(paths: Iterable[Path]) -> None:
-    """Put files out of the page cache; what runs programs may keep a little of theirs."""
-    for path in paths:
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)
-
-
 def warm(paths: Iterable[Path]) -> None:
     """Bring files into the page cache."""
     for path in paths:
@@ -112,7 +101,7 @@ class Variant:
     def run(self, contender: str, tier: str) -> dict[str, Any]:
         """One measurement. ``cached`` is what the page cache held of what it reads when it began."""
         everything = sorted({path for paths in self.reads.values() for path in paths})
-        evict(everything)
+        pagecache.evict(everything)
         if tier == "page cache":
             warm(self.reads[contender])
         there, total = pagecache.share(self.reads[contender])

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import zstandard
 
+from restorer import pagecache
 from restorer.files import data_extents
 
 BLOCK = 2 << 20
@@ -50,11 +51,7 @@ def timed(threads: int, count: int, work: Callable[[int, int], object]) -> float
 
 
 def disk(paths: list[Path], readers: int) -> float:
-    for path in paths:
-        fd = os.open(path, os.O_RDONLY)
-        os.fsync(fd)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(fd)
+    pagecache.evict(paths)
     fds = [os.open(path, os.O_RDONLY | os.O_DIRECT) for path in paths]
     jobs = [job for fd in fds for job in blocks(fd)]
     buffers = [mmap.mmap(-1, BLOCK) for _ in range(readers)]
