@@ -247,7 +247,8 @@ def serve(driver: Driver) -> None:
 
 
 def main() -> None:
-    from restorer import cuda_helper  # noqa: PLC0415 - run by -m, this file is another module than the one that drivers know
+    # Run by -m, this file is another module than the one whose errors the drivers raise.
+    from restorer import cuda_helper  # noqa: PLC0415, PLW0406
     from restorer.cuda_driver import choose  # noqa: PLC0415 - the driver's libraries are for this process alone
 
     cuda_helper.serve(choose())
