@@ -161,6 +161,12 @@ class Store:
         reports = [_decoded(HostReport, text) for _, text in sorted(found.items())]
         return [report for report in reports if report is not None]
 
+    async def silent(self, hosts: Sequence[str]) -> set[str]:
+        """Those of these hosts that do not report."""
+        with _translated():
+            texts = await self._client.mget([self.keys.host(name) for name in hosts])
+        return {name for name, text in zip(hosts, texts, strict=True) if text is None}
+
     async def facts(self) -> Mapping[str, HostFacts]:
         """What each live restorer's host is."""
         found, _ = await self._members(self.keys.hosts, self.keys.facts)
@@ -258,6 +264,7 @@ class Store:
             "operation_key": keys.operation(""),
             "job_key": keys.job(""),
             "host_jobs_key": keys.host_jobs(""),
+            "host_key": keys.host(""),
             "starts_key": keys.starts(""),
             "tenure_key": keys.tenure(""),
         }
