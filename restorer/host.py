@@ -321,7 +321,7 @@ def build(config: Config, store_url: str, *, stamps_file: str = "stamps.json", h
         folder.mkdir(parents=True, exist_ok=True)
     binary, capability = find_criu(config.restorer.criu)
     stamps = stamps_of(config, stamps_file)
-    name = socket.gethostname()
+    name = config.restorer.host or socket.gethostname()
     judge = judge_of(config)
     helper = Cuda(cuda.command(config.restorer.gpu_helper))
     jobs = JobStore(store_url, config.store.namespace, name)
@@ -331,9 +331,15 @@ def build(config: Config, store_url: str, *, stamps_file: str = "stamps.json", h
         name=name,
         place=network.place(),
         jobs=jobs,
-        boxes=BoxFactory(run_dir=run, state_dir=state, network=config.restorer.network, spare=config.restorer.parallel_starts),
+        boxes=BoxFactory(
+            run_dir=run,
+            state_dir=state,
+            network=config.restorer.network,
+            spare=config.restorer.parallel_starts,
+            expose=config.restorer.expose,
+        ),
         stamps=stamps,
-        snapshots=SnapshotStore(state / "snapshots", stamps, judge.keys.sign, lambda: users_of(run)),
+        snapshots=SnapshotStore(state / "snapshots", stamps, judge.keys.sign, lambda: users_of(run), host=name),
         weights=WeightsStore(state / "weights", stamps),
         journals=Journals(state / "journal", hook),
         cuda=helper,
