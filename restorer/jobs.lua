@@ -12,7 +12,7 @@
 -- recover {queues, owner, job_key}                         -> 1          what this owner had claimed is due at once
 -- release {queue, job_key, job, fence, delay_ms [, avoid]}  -> 1 | 0      due again after the delay, for anyone but `avoid`
 -- write   {replica, record, fence [, job_key, job]}         -> seq, or 0 when a later fence has written or holds the job
--- park    {replica, record, fence, model, keep}             -> seq, 0, or -1: fewer than `keep` others are admitted anywhere
+-- park    {replica, record, fence, model, keep}             -> seq, 0, or -1: fewer than `keep` others are admitted, or it stops
 -- settle  {queue, job_key, job, fence, operation_key, active_key, starts_key, state, detail, code, snapshot, ttl_s,
 --          failure_key, failure, failure_ms, tenure_key, host_jobs_key [, replica, record, stages_key, stages, samples]}
 --                                                            -> 1 | 0
@@ -128,7 +128,9 @@ end
 
 -- Two hosts that have been idle for as long must not both go below what is to be kept, so the count is taken here.
 local function park()
-  local others = 0
+  local known, others = redis.call('HGET', REPLICAS, a.replica), 0
+  local record = known and cjson.decode(known)
+  if record and record.fence <= a.fence and record.state ~= 'admitted' then return -1 end
   for _, text in ipairs(redis.call('HVALS', REPLICAS)) do
     local record = cjson.decode(text)
     if record.model == a.model and record.state == 'admitted' and record.id ~= a.replica then others = others + 1 end

@@ -243,14 +243,11 @@ class Replicas:
         if running.stopping:
             return
         record = _moved(running.record, Event.DRAIN, reason)
-        running.stopping = True
-        try:
-            if await self._host.jobs.park(record, keep) is None:
-                return
+        if await self._host.jobs.park(record, keep) is None:
+            return
+        if not running.stopping:
             running.record = record
             running.instance.box.remember(record=record.model_dump(mode="json"))
-        finally:
-            running.stopping = False
         await self.stop(record.id, record.incarnation, reason=reason)
 
     def _retire(self, group: list[Running]) -> None:

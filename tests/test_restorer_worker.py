@@ -85,7 +85,7 @@ async def bench(url: str, config: Config = CONFIG, snapshots: tuple[SnapshotSumm
         journals=Journals(Path(folder.name)),
         weights=SimpleNamespace(sweep=lambda used, older_than_s: []),
         speed=None,
-        boxes=SimpleNamespace(discard=nothing, close=nothing, fill=nothing, survivors=nothing),
+        boxes=SimpleNamespace(discard=nothing, close=nothing, fill=nothing, survivors=nothing, doors=SimpleNamespace()),
     )
     operations = Operations(store, Registry(config.models), lambda model: Sharing.of(config, model))
     engine = await asyncio.create_subprocess_exec("sleep", "60")
