@@ -11,7 +11,6 @@ import os
 import shutil
 import signal
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from e2e_installation import (
     PROMPT,
     ROOT,
     Installation,
+    a_place,
     eventually,
     llama,
     manifest_of,
@@ -107,22 +107,16 @@ def collected() -> Iterator[Collector]:
 
 @pytest.fixture(scope="module")
 def system(collected: Collector) -> Iterator[Dashboards]:
-    folder = Path(tempfile.mkdtemp(prefix="rewake-dash-", dir="/var/tmp"))
-    folder.chmod(0o755)
-    state = folder / "state"
-    state.mkdir()
-    # A disk of its own, so that it can be full.
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1500m", "rewake-test", str(state)], check=True)
-    system = None
-    try:
-        system = Dashboards(folder, collected.url)
-        system.start()
-        yield system
-    finally:
-        if system is not None:
-            system.close()
-        subprocess.run(["umount", str(state)], check=True)
-        shutil.rmtree(folder, ignore_errors=True)
+    with a_place("dash") as folder:
+        state = folder / "state"
+        state.mkdir()
+        # A disk of its own, so that it can be full.
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1500m", "rewake-test", str(state)], check=True)
+        try:
+            with Dashboards(folder, collected.url).running() as system:
+                yield system
+        finally:
+            subprocess.run(["umount", str(state)], check=True)
 
 
 @pytest.fixture(scope="module")

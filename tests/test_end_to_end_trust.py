@@ -40,11 +40,8 @@ def system(place: Path) -> Iterator[Installation]:
     keyring.make(place / "keys/stranger")
     system = Installation(place, network(20), models, failure_backoff_s=0.3)
     system.configure(trust={"sign_with": str(place / "keys/maker"), "secrets": "refuse"})
-    try:
-        system.start()
+    with system.running():
         yield system
-    finally:
-        system.close()
 
 
 def refused(system: Installation, model: str) -> str:
