@@ -90,7 +90,7 @@ class _Context(ssl.SSLContext):
 
 
 def _plain_http() -> bytes:
-    answer = errors.render(errors.InvalidRequest("Plain HTTP was spoken to a port of HTTPS: use https://.", "https_required"))
+    answer = errors.render(errors.InvalidRequest("Plain HTTP was spoken to a port of HTTPS: use https://.", "invalid_scheme"))
     head = {**answer.headers, "Content-Type": answer.content_type, "Content-Length": str(len(answer.body)), "Connection": "close"}
     lines = "".join(f"{name}: {value}\r\n" for name, value in head.items())
     return f"HTTP/1.1 {answer.status} Bad Request\r\n{lines}\r\n".encode() + answer.body

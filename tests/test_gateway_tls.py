@@ -129,7 +129,7 @@ def test_plain_http_is_told_to_use_https(tmp_path: Path, method: str, loop: Call
             assert answer.startswith(b"HTTP/1.1 400 Bad Request\r\n")
             assert b"connection: close" in answer.lower()
             body = json.loads(answer.partition(b"\r\n\r\n")[2])
-            assert body["error"]["code"] == "https_required"
+            assert body["error"]["code"] == "invalid_scheme"
             assert "https://" in body["error"]["message"]
             # And nobody else is the worse for it.
             assert await seen(port) == ssl.PEM_cert_to_DER_cert(certificates.pem.certificate)
