@@ -24,6 +24,7 @@ _RESTART = (
     ("restorer", "network"),
     ("restorer", "parallel_starts"),
     ("store",),
+    ("metrics", "address"),
     ("tracing",),
     ("state_dir",),
     ("run_dir",),

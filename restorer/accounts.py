@@ -86,7 +86,7 @@ def faulty(tally: Tally, model: str, kind: str, faults: Iterable[T]) -> list[T]:
 
 
 def distrusted(tally: Tally, model: str, refused: Mapping[str, Iterable[Mismatch]]) -> None:
-    """Count, of what a start was refused, that a snapshot's signature is not as it must be, or that others could have changed it."""
+    """Count what a start was refused for a snapshot's signature, or because others could have changed it."""
     for mismatch in (one for found in refused.values() for one in found):
         # An owner's fault is filed under the path.
         kind = "owner" if mismatch.field.startswith("/") else mismatch.field
