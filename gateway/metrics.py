@@ -14,10 +14,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
-from prometheus_client.samples import Exemplar
 
 from gateway.exchange import Reply
-from gateway.exposition import Bucket, Source, render
+from gateway.exemplars import Bucket, Exemplars
+from gateway.exposition import Source, render
 from gateway.shared import Shared
 from gateway.trail import Trail
 from policies.replica import Replica, State
@@ -73,7 +73,7 @@ class Metrics:
         self._ended: defaultdict[Ended, list[int]] = defaultdict(lambda: [0, 0, 0])
         self._first_bytes: defaultdict[tuple[str | None, str], Tally] = defaultdict(Tally)
         self._durations: defaultdict[tuple[str | None, str], Tally] = defaultdict(Tally)
-        self._exemplars: dict[Bucket, Exemplar] = {}
+        self._exemplars = Exemplars(None) if shared is None else Exemplars.shared(shared.folder, shared.place)
         self.gather: Callable[[], None] = lambda: None
         """Called before a flush: requests that have ended may still be waiting to be counted."""
         self._registry = CollectorRegistry()
@@ -146,7 +146,7 @@ class Metrics:
             return
         labels, at = (self.model(trail.model), label), bisect_left(SECONDS, seconds)
         bound = str(float(SECONDS[at])) if at < len(SECONDS) else "+Inf"
-        self._exemplars[Bucket(series, labels, bound)] = Exemplar({"trace_id": trail.trace.id}, seconds, time.time())
+        self._exemplars.note(Bucket(series, labels, bound), trail.trace.id, seconds, time.time())
 
     def waited(self, trail: Trail, outcome: str, seconds: float) -> None:
         """Count how long a request was held, and how that ended."""
@@ -174,6 +174,7 @@ class Metrics:
             for labels, tally in tallies.items():
                 tally.flush(series.labels(*labels))
             tallies.clear()
+        self._exemplars.flush()
 
     def _flush_ended(self, tenant: str, model: str, route: str, status: str, start: str, counts: list[int]) -> None:
         requests, prompt, completion = counts
@@ -220,7 +221,7 @@ class Metrics:
         """All series of all workers, and those of other sources, as ``accept`` asks for them."""
         self.flush()
         registry = self._registry if self._shared is None else self._shared.all()
-        return render((registry, *more), self._exemplars, accept)
+        return render((registry, *more), self._exemplars.all(), accept)
 
     def _traffic(self) -> None:
         self.requests = self._counter(

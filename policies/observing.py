@@ -19,8 +19,8 @@ class Metrics(Section):
     """The page that Prometheus scrapes."""
 
     address: Address | None = None
-    """Where ``/metrics`` is served, such as ``10.0.0.5:9464``: by plain HTTP, nothing else beside it, and not at the gateway's own
-    address. None: there."""
+    """Where ``/metrics`` is served, such as ``10.0.0.5:9464``: by plain HTTP, nothing else beside it, and not at the gateway's
+    own address. None: there."""
     keys: tuple[KeyHash, ...] = ()
     """Hashes of the keys that ``GET /metrics`` needs (``rewake key`` makes one); none: everybody may read it."""
 
