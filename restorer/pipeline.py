@@ -19,12 +19,22 @@ from restorer.attempt import Attempt, Work
 from restorer.box import Box
 from restorer.capture import capture
 from restorer.engines import HttpEngine, adapter
-from restorer.errors import CanaryDiffers, Cancelled, EngineDied, HeldBack, HostIncompatible, RestorerError, SnapshotError
+from restorer.errors import (
+    CanaryDiffers,
+    Cancelled,
+    EngineDied,
+    HeldBack,
+    HostIncompatible,
+    LeaseLost,
+    RestorerError,
+    SnapshotError,
+    StoreUnavailable,
+)
 from restorer.gpus import Need, Placement
 from restorer.host import Host, Match, log
 from restorer.instance import Instance, connect, ignite
 from restorer.integrity import verify_files
-from restorer.jobs import Claim, LeaseLost, Outcome, StoreUnavailable
+from restorer.jobs import Claim, Outcome
 from restorer.reckoning import reckoned, told
 from restorer.replicas import Replicas
 from restorer.stages import Stages

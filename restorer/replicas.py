@@ -19,10 +19,9 @@ from policies.wire import GatewayReport
 from restorer import gpustate, undo
 from restorer.box import Box
 from restorer.engines import adapter
-from restorer.errors import Cancelled, RestorerError
+from restorer.errors import Cancelled, LeaseLost, RestorerError, StoreUnavailable
 from restorer.host import Host, News, log
 from restorer.instance import Instance, last_words
-from restorer.jobs import LeaseLost, StoreUnavailable
 from restorer.processes import watch
 from restorer.suspended import Suspended
 
