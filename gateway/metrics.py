@@ -20,6 +20,7 @@ from gateway.exemplars import Bucket, Exemplars
 from gateway.exposition import Source, render
 from gateway.shared import Shared
 from gateway.trail import Trail
+from gateway.version import data_path
 from policies.replica import Replica, State
 from policies.series import SECONDS
 from policies.wire import ModelLoad
@@ -276,7 +277,10 @@ class Metrics:
         )
 
     def _process(self, version: str) -> None:
-        self._gauge("build_info", "Always 1.", ["version"], mode="livemax").labels(version).set(1)
+        info = self._gauge(
+            "build_info", "Always 1; data_path: compiled or interpreted.", ["version", "data_path"], mode="livemax"
+        )
+        info.labels(version, data_path()).set(1)
         self.config_last_reload_successful = self._gauge(
             "config_last_reload_successful", "1: the configuration was read.", mode="livemin"
         )
