@@ -100,6 +100,7 @@ class Attempt(Work):
             state=State.QUEUED,
             fence=claim.fence,
             host=host.name,
+            place=host.place,
             port=model.engine.port,
             concurrency=model.concurrency,
             trace=claim.job.trace,

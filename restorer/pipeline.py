@@ -260,11 +260,14 @@ async def _admit(attempt: Attempt, instance: Instance, replicas: Replicas) -> No
     number = attempt.journal.step("admit")
     begun = time.perf_counter()
     changes = reckoned(attempt.stages, attempt.source, attempt.engine.model.restore, attempt.host.rates)
-    admitted = attempt.moved(Event.ADMIT, address=instance.box.address, **changes)
+    doors, box = attempt.host.boxes.doors, instance.box
+    await doors.make(box)
+    admitted = attempt.moved(Event.ADMIT, address=box.address, door=doors.text(box), **changes)
     told(admitted)
     # First on this host's disk, so that a restorer that dies here finds an engine that it may or may not adopt.
-    instance.box.remember(record=admitted.model_dump(mode="json"), inner_pid=instance.inner_pid)
+    box.remember(record=admitted.model_dump(mode="json"), inner_pid=instance.inner_pid)
     await attempt.host.jobs.settle(attempt.claim, Outcome(OperationState.SUCCEEDED, interrupted), admitted)
+    doors.open(box, instance.port)
     accounts.admitted(attempt.host.tally, admitted, attempt.began)
     replicas.adopt(instance, admitted)
     if admitted.start == "restored" and admitted.snapshot is not None:

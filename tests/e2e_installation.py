@@ -48,7 +48,7 @@ def needed(name: str) -> str:
     return value
 
 
-def eventually(check: Callable[[], T], what: str, within: float = 20.0) -> T:
+def eventually(check: Callable[[], T], what: str, within: float = 60.0) -> T:
     """The first truthy result of a blocking check."""
     deadline = time.monotonic() + within
     while not (result := check()):

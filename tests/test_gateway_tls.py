@@ -54,7 +54,7 @@ async def echo_server(certificates: Certificates) -> AsyncIterator[int]:
     server = await asyncio.start_server(echo, "127.0.0.1", 0, ssl=certificates.context)
     yield server.sockets[0].getsockname()[1]
     server.close()
-    await asyncio.wait_for(asyncio.gather(*ended), 5)
+    await asyncio.wait_for(asyncio.gather(*ended), 30)
 
 
 async def test_the_next_handshake_shows_the_new_certificate_and_open_connections_stay(tmp_path: Path) -> None:
