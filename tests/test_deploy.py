@@ -175,7 +175,7 @@ def test_where_the_systems_python_is_too_old_the_archives_newest_comes_beside_it
 ) -> None:
     """As on Ubuntu 22.04."""
     arguments = ("--dry-run", "--compiler", "--prefix", f"{tmp_path}/rewake", "--criu", "/bin/true")
-    tried = elsewhere(HOSTS["Ubuntu 22.04"], *arguments, has=has, PYTHON=old_python)
+    tried = elsewhere(HOSTS["Ubuntu 22.04"], *arguments, has=has, PYTHON=old_python, CC="/bin/false")
     if takes:
         assert tried.returncode == 0, tried.stderr
         assert f"installing packages: {takes} {takes}-venv gcc {takes}-dev" in tried.stderr
