@@ -48,7 +48,7 @@ class Knocker:
             StoreUnavailable: nobody was knocked at.
         """
         running = [one for one in self._registry.replicas() if one.state in RUNNING]
-        silent = await self._store.silent(sorted({one.host for one in running})) if running else set()
+        silent = await self._store.silent() if running else set()
         doubtful = [one for one in running if one.host in silent]
         answers = await asyncio.gather(*(self._knock(one) for one in doubtful))
         found = {one.incarnation: answer for one, answer in zip(doubtful, answers, strict=True)}

@@ -161,11 +161,10 @@ class Store:
         reports = [_decoded(HostReport, text) for _, text in sorted(found.items())]
         return [report for report in reports if report is not None]
 
-    async def silent(self, hosts: Sequence[str]) -> set[str]:
-        """Those of these hosts that do not report."""
-        with _translated():
-            texts = await self._client.mget([self.keys.host(name) for name in hosts])
-        return {name for name, text in zip(hosts, texts, strict=True) if text is None}
+    async def silent(self) -> set[str]:
+        """Hosts that have reported and do not any more."""
+        _, gone = await self._members(self.keys.hosts, self.keys.host)
+        return set(gone)
 
     async def facts(self) -> Mapping[str, HostFacts]:
         """What each live restorer's host is."""
