@@ -11,6 +11,7 @@ import time
 from collections import deque
 from typing import Any
 
+from policies import placement
 from policies.floor import Rates
 from policies.replica import Replica
 from policies.tracing import SPANS_KEPT, Span
@@ -148,8 +149,9 @@ class Worker:
                     self._begin(claim)
 
     async def _ranking(self) -> Ranking | None:
-        """Who may take which of the jobs that are there; None: there is nobody but this host."""
-        if self._host.fleet.alone:
+        """Who may take which of the jobs that are there; None: there is nobody but this host, which may take all."""
+        host = self._host
+        if host.fleet.alone and all(placement.named(model, host.name) for model in host.config.models.values()):
             return None
         wanted = await self._host.jobs.open()
         records = await self._host.jobs.replicas() if wanted else {}
