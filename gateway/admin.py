@@ -11,6 +11,7 @@ from typing import Annotated, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from gateway import whereabouts
 from gateway.current import Current
 from gateway.errors import Busy, InvalidRequest, ModelNotFound, NotFound, Unauthorized
 from gateway.exchange import Call, Reply, reply
@@ -112,13 +113,14 @@ class Admin:
         return reply({"models": [self._model(name) for name in self._current.config.models]})
 
     async def replicas(self, call: Call) -> Reply:
-        """Every replica's record, with its requests in flight over all gateways."""
+        """Every replica's record, its requests in flight over all gateways, and why this one cannot reach it, if so."""
         self.authorize(call)
         inflight = self._reporter.inflight()
         return reply(
             {
                 "replicas": [
-                    r.model_dump(mode="json") | {"inflight": inflight.get(r.incarnation, 0)} for r in self._registry.replicas()
+                    r.model_dump(mode="json") | {"inflight": inflight.get(r.incarnation, 0), "barred": whereabouts.barred(r)}
+                    for r in self._registry.replicas()
                 ]
             }
         )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from gateway import access, downstream, logs, openapi, server, tracing
+from gateway import access, downstream, logs, openapi, server, tracing, whereabouts
 from gateway.admin import Admin
 from gateway.client import Clients
 from gateway.console import Console
@@ -297,7 +297,7 @@ def _connect(gateway: Gateway, eta: Eta) -> None:
     gateway.ledger.on_edge = edge
     registry.on_eject = ejected
     registry.on_change.append(fleet_changed)
-    registry.on_record += [gateway.metrics.record, lambda before, after: eta.learn(after)]
+    registry.on_record += [gateway.metrics.record, whereabouts.note, lambda before, after: eta.learn(after)]
     eta.place_s = scaler.place_s
     gateway.link.on_connect += [lambda: _remember(gateway, eta), lambda: _bury(gateway.permits.dead, gateway.store)]
     gateway.link.on_permits = permits.hint

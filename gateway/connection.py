@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, cast
 
 import httptools
 
+from gateway import whereabouts
 from gateway.envelope import BODILESS, Pairs
 from gateway.outbox import Outbox
 from gateway.upstream import CONNECT_S, KEEP_IDLE_S, Broken, Silent, Truncated, Unreachable
@@ -267,8 +268,8 @@ class Connections:
         """How the last answer's head was passed on."""
         self.known: dict[bytes, Whole] = {}
         """Heads as they stand on the wire, without their last empty line."""
-        host = f"[{replica.address}]" if ":" in replica.address else replica.address
-        self.host = f"{host}:{replica.port}"
+        self._way = whereabouts.way(replica)
+        self.host = "" if self._way is None else whereabouts.netloc(self._way)
 
     def idle(self) -> Connection | None:
         """A connection that has served before and may be used again, or None."""
@@ -286,12 +287,19 @@ class Connections:
         Raises:
             Unreachable: there is none to be had.
         """
+        if self._way is None:
+            raise Unreachable(whereabouts.barred(self._replica))
+        sock = whereabouts.socket_for(self._way)
         try:
             async with asyncio.timeout(CONNECT_S):
+                await self._loop.sock_connect(sock, (self._way.address, self._way.port))
                 made: tuple[object, object] = await self._loop.create_connection(
-                    lambda: cast(asyncio.Protocol, Connection(self)), self._replica.address, self._replica.port
+                    lambda: cast(asyncio.Protocol, Connection(self)), sock=sock
                 )
-        except OSError as error:
+        except BaseException as error:
+            sock.close()
+            if not isinstance(error, OSError):
+                raise
             raise Unreachable(str(error) or type(error).__name__) from error
         connection = cast(Connection, made[1])
         if self.ended:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from gateway import whereabouts
 from gateway.current import Current
 from gateway.errors import InvalidRequest, StoreUnavailable
 from gateway.eta import Eta
@@ -134,7 +135,8 @@ class Overview:
 def _replica(record: Replica, inflight: int) -> dict[str, Any]:
     """A record, its requests in flight, and where the time of its start went."""
     spent = account(record)
-    return record.model_dump(mode="json") | {"inflight": inflight, "account": "" if spent is None else spent.text}
+    more = {"inflight": inflight, "account": "" if spent is None else spent.text, "barred": whereabouts.barred(record)}
+    return record.model_dump(mode="json") | more
 
 
 def seconds(text: str, most: float) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from gateway import whereabouts
 from policies.health import TRUSTED, Health, Outcome, judge
 from policies.replica import COMING, RUNNING, Replica, State
 from policies.wire import Failure
@@ -63,7 +64,7 @@ class Registry:
         return sorted(self._records.values(), key=lambda replica: replica.id)
 
     def available(self, model: str) -> Sequence[Replica]:
-        """ADMITTED and not suspect: the only replicas that get traffic."""
+        """ADMITTED, within reach and not suspect: the only replicas that get traffic."""
         return self._available.get(model, ())
 
     def count(self, model: str, states: Iterable[State]) -> int:
@@ -235,7 +236,10 @@ class Registry:
         self._available[model] = tuple(
             replica
             for replica in self._records.values()
-            if replica.model == model and replica.state is State.ADMITTED and self._trusted(replica.incarnation)
+            if replica.model == model
+            and replica.state is State.ADMITTED
+            and self._trusted(replica.incarnation)
+            and whereabouts.way(replica) is not None
         )
 
     def _trusted(self, incarnation: str) -> bool:

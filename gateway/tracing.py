@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
-from gateway import logs
+from gateway import logs, whereabouts
 from gateway.errors import StoreUnavailable
 from gateway.trail import Trace, Trail
 from policies.config import Config, Model
@@ -139,7 +139,8 @@ class Tracer:
         """It goes to this replica."""
         assert trail.trace is not None
         trail.trace.sent_at = self._clock()
-        trail.trace.peer = (replica.address, replica.port, spec.engine.kind)
+        address, port, _ = whereabouts.way(replica) or (replica.address, replica.port, False)
+        trail.trace.peer = (address, port, spec.engine.kind)
 
     def ended(self, trail: Trail) -> None:
         """Whatever became of it."""

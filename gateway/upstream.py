@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import aiohttp
 from yarl import URL
 
+from gateway import whereabouts
 from gateway.envelope import Pairs
 from gateway.websocket import Wire
 from policies.replica import Replica
@@ -179,11 +180,18 @@ class Answer:
 
 
 class Pool:
-    """Connections to one incarnation. Needs a running event loop."""
+    """Connections to one incarnation. Needs a running event loop.
+
+    Raises:
+        Unreachable: nothing leads there from here.
+    """
 
     def __init__(self, replica: Replica) -> None:
-        host = f"[{replica.address}]" if ":" in replica.address else replica.address
-        self._base = f"http://{host}:{replica.port}"
+        way = whereabouts.way(replica)
+        if way is None:
+            raise Unreachable(whereabouts.barred(replica))
+        self._base = f"http://{whereabouts.netloc(way)}"
+        self._way = way
         self._alive: set[_Protocol] = set()
         self._kept = self._session(keepalive_timeout=KEEP_IDLE_S)
         self._single = self._session(force_close=True)
@@ -231,7 +239,7 @@ class Pool:
 
     def _session(self, **options: Any) -> aiohttp.ClientSession:
         return aiohttp.ClientSession(
-            connector=_Connector(self._alive, **options),
+            connector=_Connector(self._alive, socket_factory=lambda _: whereabouts.socket_for(self._way), **options),
             cookie_jar=aiohttp.DummyCookieJar(),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
             auto_decompress=False,
@@ -251,7 +259,7 @@ class Upstreams:
         self._closing: set[asyncio.Task[None]] = set()
 
     def pool(self, replica: Replica) -> Pool:
-        """Raises Unreachable: the incarnation has ended. At its address there may be another by now."""
+        """Raises Unreachable: the incarnation has ended, at its address there may be another by now; or nothing leads there."""
         if self._live is not None and replica.incarnation not in self._live:
             raise Unreachable("the replica was stopped")
         if replica.incarnation not in self._pools:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gateway import whereabouts
 from gateway.current import Current
 from gateway.errors import InvalidRequest, NotFound
 from gateway.exchange import Call, Reply, reply
@@ -41,5 +42,6 @@ class Why:
             await self._store.trails(),
             await self._store.hosts(),
             replica="" if record is None else record.id,
+            barred={one.id: why for one in replicas if (why := whereabouts.barred(one))},
         )
         return reply(told)

@@ -102,6 +102,14 @@ def _results() -> Row:
                 ),
                 unit="ops",
             ),
+            Panel(
+                "From other hosts",
+                "Connections through doors, open now; and new ones a second, by what became of them.",
+                (
+                    Ask(once(of("door_connections_open", HOST)), "open on {{host}}"),
+                    Ask(total(once(rate("door_connections_total", HOST)), "result"), "{{result}} a second"),
+                ),
+            ),
         ),
     )
 

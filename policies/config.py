@@ -6,22 +6,21 @@ parsed mapping to :func:`parse`.
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, JsonValue, ValidationError, field_validator, model_validator
+from pydantic import Field, JsonValue, ValidationError, field_validator, model_validator
 
 from policies.balance import Balance
-from policies.drivers import Version, Word
 from policies.groups import Group
 from policies.holding import Bounds, Hold
 from policies.matching import Matching
 from policies.observing import Metrics, Tracing
 from policies.reading import Restore
+from policies.restoring import Restorer
 from policies.retention import Retention
-from policies.scalars import Bytes, Count, PositiveSeconds, Seconds, Section
+from policies.scalars import Bytes, Count, Network, PositiveSeconds, Seconds, Section
 from policies.schedule import Window
 from policies.sleeping import Sleep
 from policies.storage import Storage
@@ -34,14 +33,6 @@ _MODEL_NAME = re.compile(r"[^\s\x00-\x1f\x7f#]{1,200}")
 
 class ConfigError(ValueError):
     """The configuration is not usable. The message lists every fault, one a line: ``path: what is wrong``."""
-
-
-def _network(value: str) -> str:
-    return str(ipaddress.ip_network(value, strict=False))
-
-
-Network = Annotated[str, AfterValidator(_network)]
-"""An IPv4 or IPv6 network, such as ``10.0.0.0/8``."""
 
 
 class Gpu(Section):
@@ -238,54 +229,6 @@ class Gateway(Section):
     """Bounds over all models together, in each worker."""
     drain_s: Seconds = 30.0
     """How long open responses may finish, and held requests may still be served, after SIGTERM, Ctrl-C or ``rewake restart``."""
-
-
-class Quarantine(Section):
-    """When a snapshot whose restores fail is not restored any more, and how long it is left alone before that."""
-
-    hosts: Annotated[int, Field(ge=2)] = 2
-    """So many hosts on which a restore failed by the snapshot's own fault: no host restores it any more."""
-    failures: Count = 3
-    """So many such failures in a row on one host: that host does not restore it any more. Proof, such as a byte that is not what
-    was committed, is enough at once."""
-    backoff_s: PositiveSeconds = 1.0
-    """The pause after a first failed restore of a snapshot, whatever its reason; it doubles with each further one in a row."""
-    most_backoff_s: PositiveSeconds = 3600.0
-    """The longest pause."""
-
-
-class Restorer(Section):
-    """The worker that starts, restores, captures and stops engines on this host."""
-
-    criu: str = "criu"
-    """The CRIU binary (>= 4.2), a path or a name on PATH."""
-    criu_timeout_s: PositiveSeconds = 120.0
-    """A CRIU call that takes longer is killed together with its namespaces."""
-    runc: str = "runc"
-    """The runc binary (>= 1.1), a path or a name on PATH; only asked for by models whose ``engine.backend`` is ``runc``."""
-    gpu_helper: tuple[str, ...] = ()
-    """argv of the process that speaks to the GPU driver; empty: Rewake's own, under this Python."""
-    drivers: Mapping[Version, Word] = {}
-    """NVIDIA drivers, by version or branch, to ``allow`` though known to fail, or to ``deny``: GPU engines start cold there."""
-    network: str = "198.18.0.0/16"
-    """IPv4 network out of which each replica gets a /30 of its own; must not overlap a network this host talks to."""
-    parallel_starts: Count = 3
-    """Starts, restores and captures that may run at once on this host."""
-    lease_s: PositiveSeconds = 10.0
-    """A job whose restorer is silent for this long may be claimed by another."""
-    max_attempts: Count = 3
-    """Tries of one job before its failure is final."""
-    quarantine: Quarantine = Quarantine()
-    failure_backoff_s: PositiveSeconds = 30.0
-    """After a final failure the model answers 503 for this long before it is tried again."""
-
-    @field_validator("network")
-    @classmethod
-    def _network(cls, network: str) -> str:
-        parsed = ipaddress.IPv4Network(network)
-        if parsed.prefixlen > 28:
-            raise ValueError(f"{network} holds fewer than four replicas; use a /28 or larger network")
-        return str(parsed)
 
 
 class Store(Section):

@@ -22,6 +22,8 @@ _RESTART = (
     ("restorer", "criu_timeout_s"),
     ("restorer", "runc"),
     ("restorer", "network"),
+    ("restorer", "host"),
+    ("restorer", "expose"),
     ("restorer", "parallel_starts"),
     ("store",),
     ("tracing",),

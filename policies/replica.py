@@ -144,7 +144,12 @@ class Replica(BaseModel):
     incarnation: str = ""
     """Changes at every start; traffic, pools and headers go by it."""
     address: str = ""
+    """Of its box; leads to it from its own host's network namespace only."""
     port: int = 0
+    door: str = ""
+    """``address:port`` at which it is reached from other hosts; empty: it is not."""
+    place: str = ""
+    """Where :attr:`address` leads to it from; see :mod:`policies.reach`."""
     start: Literal["restored", "resumed", "woken", "cold"] | None = None
     """From a snapshot, from suspension in the host's memory, from a sleep of its own, or by its command."""
     snapshot: str | None = None

@@ -1,11 +1,12 @@
-"""What every section of the configuration is made of: its base, sizes, times, counts."""
+"""What every section of the configuration is made of: its base, sizes, times, counts, networks."""
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
@@ -39,3 +40,11 @@ Bytes = Annotated[int, BeforeValidator(_size), Field(ge=0)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
+
+
+def _network(value: str) -> str:
+    return str(ipaddress.ip_network(value, strict=False))
+
+
+Network = Annotated[str, AfterValidator(_network)]
+"""An IPv4 or IPv6 network, such as ``10.0.0.0/8``."""

@@ -56,6 +56,8 @@ SERIES: Mapping[str, Series] = MappingProxyType(
         "host_up": Series("gauge", "1 while the host's restorer reports, 0 when it has stopped to."),
         "host_capable": Series("gauge", "1: CRIU works here; 0: every start is a cold one."),
         "host_replicas": Series("gauge", "Engines that run here."),
+        "door_connections": Series("counter", "Connections from other hosts, by what became of them.", ("result",)),
+        "door_connections_open": Series("gauge", "Connections through this host's doors."),
         "restorer_memory_bytes": Series("gauge", "Resident memory of the restorer itself."),
         "restorer_start_timestamp_seconds": Series("gauge", "When the restorer's process began."),
         # GPUs

@@ -5,7 +5,8 @@ Put together from what is on record, for people: the console, ``rewake why``. De
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from pydantic import BaseModel, ConfigDict
 
@@ -78,6 +79,7 @@ def tell(
     hosts: Sequence[HostReport],
     *,
     replica: str = "",
+    barred: Mapping[str, str] = MappingProxyType({}),
 ) -> Story:
     """Put it together.
 
@@ -85,12 +87,14 @@ def tell(
         failure: what stands against the model, and for how many more seconds.
         trails: of any model, the latest first.
         replica: a slot; tells of it alone.
+        barred: slots that whoever tells this cannot reach, and why.
     """
     mine = [one for one in replicas if one.model == model and replica in ("", one.id)]
     wrong = [one for one in trails if one.model == model and replica in ("", one.replica) and _went_wrong(one)]
     tries = tuple(_try(one) for one in wrong[:MAX_TRIES])
     told = [one for one in mine if one.reason and one.state in (State.FAILED, State.QUARANTINED)]
-    brief = tries[0].quote if tries else failure[0].detail if failure else told[0].reason if told else ""
+    shut = [f"{one.id}: {barred[one.id]}" for one in mine if one.id in barred]
+    brief = tries[0].quote if tries else failure[0].detail if failure else told[0].reason if told else "".join(shut[:1])
     return Story(
         model=model,
         state=state,

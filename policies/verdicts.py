@@ -13,8 +13,8 @@ from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from policies.config import Quarantine
 from policies.failures import Class, Verdict
+from policies.restoring import Quarantine
 
 COUNTED: tuple[Class, ...] = ("snapshot", "tool", "transient")
 """Failures after which a pause makes sense. A host that does not fit, or lacks something, is refused before anything is tried."""

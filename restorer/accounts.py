@@ -16,6 +16,7 @@ from typing import NamedTuple, TypeVar
 from policies import floor
 from policies.replica import Replica
 from policies.wire import JobKind, SnapshotSummary
+from restorer.doors import Doors
 from restorer.errors import CanaryDiffers, Cancelled, RestorerError
 from restorer.host import Host
 from restorer.tally import Tally
@@ -120,6 +121,7 @@ def observe(host: Host, held: Iterable[Held], running: int, summaries: Iterable[
     _storage(tally, host.config.state_dir)
     tally.gauge("host_capable", value=host.criu is not None)
     tally.gauge("host_replicas", value=running)
+    _doors(tally, host.boxes.doors)
     tally.gauge("restorer_memory_bytes", value=_resident())
     tally.gauge("restorer_start_timestamp_seconds", value=_BEGUN)
     return tally.gauges()
@@ -152,6 +154,13 @@ def _begin(tally: Tally, models: Iterable[str]) -> None:
         for fault in ("bytes", "file", "weights", "signature"):
             tally.inc("snapshot_faults", model, fault, by=0)
         tally.inc("captures", model, "published", by=0)
+
+
+def _doors(tally: Tally, doors: Doors) -> None:
+    found, open_now = doors.counts()
+    for result, count in found.items():
+        tally.inc("door_connections", result, by=count)
+    tally.gauge("door_connections_open", value=open_now)
 
 
 def _storage(tally: Tally, folder: str) -> None:

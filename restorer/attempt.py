@@ -18,9 +18,9 @@ from policies.replica import Event, Replica, State, advance
 from policies.wire import demand
 from restorer import undo
 from restorer.engines import adapter
-from restorer.errors import Cancelled, Environment, RestorerError
+from restorer.errors import Cancelled, Environment, LeaseLost, RestorerError, StoreUnavailable
 from restorer.host import Host
-from restorer.jobs import Claim, LeaseLost, StoreUnavailable
+from restorer.jobs import Claim
 from restorer.journal import Journal
 
 
@@ -100,6 +100,7 @@ class Attempt(Work):
             state=State.QUEUED,
             fence=claim.fence,
             host=host.name,
+            place=host.place,
             port=model.engine.port,
             concurrency=model.concurrency,
             trace=claim.job.trace,

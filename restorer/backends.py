@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from policies.config import Restorer
+from policies.restoring import Restorer
 from restorer.backend import Backend, Can
 from restorer.box import Box
 from restorer.criu import Criu

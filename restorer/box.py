@@ -1,9 +1,10 @@
 """Boxes: the namespaces one engine lives in, from birth to ``kill -9``.
 
 A box is a set of fresh pid, mount, ipc, uts and net namespaces with a small pid 1 (:mod:`restorer.boxinit`), a private
-/dev/shm, a private folder at the same path in every box, and a veth pair whose inner address the gateway can reach. An
-engine is started, dumped and restored *inside* a box, by tools that enter it, so pids, ports, sockets and files of
-clones never meet, and the end of pid 1 is the end of all of it: processes, mounts, network.
+/dev/shm, a private folder at the same path in every box, and a veth pair whose inner address gateways of this host can reach;
+those of others reach it through its door (:mod:`restorer.doors`). An engine is started, dumped and restored *inside* a box, by
+tools that enter it, so pids, ports, sockets and files of clones never meet, and the end of pid 1 is the end of all of it:
+processes, mounts, network.
 
 A box outlives the restorer that made it. What is needed to find it again is in /proc (the mark in pid 1's argv) and in
 one small state file; :meth:`BoxFactory.survivors` brings back the handles. Nothing here knows of replicas or snapshots.
@@ -26,7 +27,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from policies.expose import Expose
 from restorer import boxinit, cgroups, inventory, network
+from restorer.doors import Doors
 from restorer.errors import EngineDied, Environment, ToolFailed, ToolHung
 from restorer.processes import children, proceed, readable, start_time, status
 
@@ -204,9 +207,11 @@ class BoxFactory:
         state_dir: the boxes' folders (logs, private files).
         network: IPv4 network split into one /30 per box.
         spare: ready boxes to keep, so that a restore does not wait for namespaces (about 50 ms).
+        expose: where boxes get doors to other hosts; None: nowhere.
     """
 
-    def __init__(self, *, run_dir: Path, state_dir: Path, network: str, spare: int) -> None:
+    def __init__(self, *, run_dir: Path, state_dir: Path, network: str, spare: int, expose: Expose | None = None) -> None:
+        self.doors = Doors(expose, log.warning)
         self._addresses = ipaddress.IPv4Network(network)
         self._states = run_dir / "boxes"
         self._folders = state_dir / "boxes"
@@ -251,6 +256,7 @@ class BoxFactory:
     async def discard(self, box: Box) -> None:
         """Kill a box and free its network."""
         await box.kill()
+        await self.doors.shut(box)
         # Once: its number may be another box's by the second time.
         if self._known.pop(box.id, None) is not None:
             self._taken.discard(box.index)
@@ -336,6 +342,7 @@ class BoxFactory:
             box.remember(init_start_time=start_time(box.init_pid))
             await network.join(box.init_pid, box.host_address, box.address)
             box.remember(linked=True)
+            await self.doors.make(box)
         except network.AddressTaken:
             await asyncio.shield(box.kill())
             raise

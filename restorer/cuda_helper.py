@@ -177,6 +177,9 @@ class Helper:
                     raise DriverError("WRONG_STATE", f"is {state} after {verb}, not {after}", pid)
             except DriverError as error:
                 faults[pid] = error
+            except Exception as error:
+                # A thread that ends by a fault of ours must not count as a step that was done.
+                faults[pid] = DriverError("BUG", f"{type(error).__name__}: {error}", pid)
 
         threads = {pid: threading.Thread(target=step, args=(pid,), daemon=True) for pid in pids}
         for thread in threads.values():
@@ -244,9 +247,11 @@ def serve(driver: Driver) -> None:
 
 
 def main() -> None:
+    # Run by -m, this file is another module than the one whose errors the drivers raise.
+    from restorer import cuda_helper  # noqa: PLC0415, PLW0406
     from restorer.cuda_driver import choose  # noqa: PLC0415 - the driver's libraries are for this process alone
 
-    serve(choose())
+    cuda_helper.serve(choose())
 
 
 if __name__ == "__main__":

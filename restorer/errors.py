@@ -119,3 +119,21 @@ class Cancelled(RestorerError):
     """Nobody wants the result any more, or the right to make it was lost."""
 
     kind = "cancelled"
+
+
+class StoreUnavailable(RestorerError):
+    """The shared store did not answer, or not as expected."""
+
+    kind = "environment"
+
+
+class WrongSchema(RestorerError):
+    """Another version of the software wrote this store; waiting does not mend it."""
+
+    kind = "environment"
+
+
+class LeaseLost(RestorerError):
+    """Another claim of this job, or a later write of this record, exists; whatever was being done must be undone."""
+
+    kind = "cancelled"

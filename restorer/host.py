@@ -22,7 +22,7 @@ from policies.config import Config, Model
 from policies.floor import Rates
 from policies.manifest import HostFacts, Manifest, Profile
 from policies.wire import SnapshotSummary
-from restorer import backends, cuda, hostfacts, inventory, profile
+from restorer import backends, cuda, hostfacts, inventory, network, profile
 from restorer.backend import Backend
 from restorer.box import Box, BoxFactory
 from restorer.criu import Criu
@@ -105,6 +105,8 @@ class Host:
 
     config: Config
     name: str
+    place: str
+    """Where its boxes' addresses lead to them from; see :mod:`policies.reach`."""
     jobs: JobStore
     boxes: BoxFactory
     stamps: Stamps
@@ -311,7 +313,7 @@ def build(config: Config, store_url: str, *, stamps_file: str = "stamps.json", h
         folder.mkdir(parents=True, exist_ok=True)
     binary, capability = find_criu(config.restorer.criu)
     stamps = stamps_of(config, stamps_file)
-    name = socket.gethostname()
+    name = config.restorer.host or socket.gethostname()
     judge = judge_of(config)
     helper = Cuda(cuda.command(config.restorer.gpu_helper))
     jobs = JobStore(store_url, config.store.namespace, name)
@@ -319,10 +321,17 @@ def build(config: Config, store_url: str, *, stamps_file: str = "stamps.json", h
     host = Host(
         config=config,
         name=name,
+        place=network.place(),
         jobs=jobs,
-        boxes=BoxFactory(run_dir=run, state_dir=state, network=config.restorer.network, spare=config.restorer.parallel_starts),
+        boxes=BoxFactory(
+            run_dir=run,
+            state_dir=state,
+            network=config.restorer.network,
+            spare=config.restorer.parallel_starts,
+            expose=config.restorer.expose,
+        ),
         stamps=stamps,
-        snapshots=SnapshotStore(state / "snapshots", stamps, judge.keys.sign, lambda: users_of(run)),
+        snapshots=SnapshotStore(state / "snapshots", stamps, judge.keys.sign, lambda: users_of(run), host=name),
         weights=WeightsStore(state / "weights", stamps),
         journals=Journals(state / "journal", hook),
         cuda=helper,

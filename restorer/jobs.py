@@ -1,25 +1,16 @@
 """The restorer's one door to the shared store: claimed jobs, replica records, what gateways report.
 
 A claim is a lease with a fence. While the lease is held the job is ours; every write carries the fence, and the store
-refuses it once a later claim exists, so a restorer that was paused for an hour can do no harm when it wakes up. Errors of
-the client library become :class:`StoreUnavailable` here.
+refuses it once a later claim exists, so a restorer that was paused for an hour can do no harm when it wakes up. The
+connection, and what becomes of its errors, is :mod:`restorer.store`'s.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import json
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
-
-import redis.asyncio
-from pydantic import BaseModel, ValidationError
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
+from typing import Any
 
 from policies.journal import Trail
 from policies.manifest import HostFacts
@@ -31,7 +22,6 @@ from policies.wire import (
     COLD,
     OPERATION_TTL_S,
     REPORT_TTL_MS,
-    SCHEMA,
     STAGE_SAMPLES,
     TALLY_TTL_S,
     TRAILS,
@@ -41,34 +31,15 @@ from policies.wire import (
     HostReport,
     Job,
     JobKind,
-    Keys,
     OperationState,
     StageKey,
     durations,
 )
-from restorer.errors import RestorerError
+from restorer.errors import LeaseLost
+from restorer.store import StoreClient, decoded, translated
 
-T = TypeVar("T", bound=BaseModel)
-_CALL_S, _SPANS_TTL_S = 5.0, 600
+_SPANS_TTL_S = 600
 _TAKEOVERS = {kind: Point("lease_takeovers", (kind,)).field for kind in JobKind}
-
-
-class StoreUnavailable(RestorerError):
-    """The shared store did not answer, or not as expected."""
-
-    kind = "environment"
-
-
-class WrongSchema(RestorerError):
-    """Another version of the software wrote this store; waiting does not mend it."""
-
-    kind = "environment"
-
-
-class LeaseLost(RestorerError):
-    """Another claim of this job, or a later write of this record, exists; whatever was being done must be undone."""
-
-    kind = "cancelled"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +66,7 @@ class Outcome:
     failure_s: float = 0.0
 
 
-class JobStore:
+class JobStore(StoreClient):
     """Calls to one installation's keys, for the restorer of one host.
 
     Args:
@@ -105,30 +76,11 @@ class JobStore:
     """
 
     def __init__(self, url: str, namespace: str, host: str) -> None:
-        self.keys = Keys(namespace)
+        super().__init__(url, namespace, Path(__file__).with_name("jobs.lua"))
         self.host = host
-        common: dict[str, Any] = {"decode_responses": True, "socket_connect_timeout": _CALL_S, "socket_timeout": _CALL_S}
-        self._client: Any = redis.asyncio.from_url(url, retry=Retry(NoBackoff(), 1), **common)
-        self._listener: Any = redis.asyncio.from_url(url, retry=Retry(NoBackoff(), 0), health_check_interval=5, **common)
-        self._script = self._client.register_script(Path(__file__).with_name("jobs.lua").read_text())
         self.on_settled: Callable[[Claim, Outcome, Replica | None], None] = lambda claim, outcome, record: None
         """Called when a job has ended, with its replica's last record if there is one."""
         self._queues = [self.keys.host_jobs(host), self.keys.jobs]
-
-    async def close(self) -> None:
-        with contextlib.suppress(RedisError, OSError):
-            await self._client.aclose()
-            await self._listener.aclose()
-
-    async def check_schema(self) -> None:
-        """Claim an empty store for this schema, or make sure that it has it; raises WrongSchema if not."""
-        with _translated():
-            await self._client.set(self.keys.schema, SCHEMA, nx=True)
-            found = await self._client.get(self.keys.schema)
-        if found != SCHEMA:
-            raise WrongSchema(
-                f"the store's keys under {self.keys.prefix!r} have schema {found}, not {SCHEMA}; use another namespace"
-            )
 
     async def claim(self, lease_s: float, *, stops_only: bool = False) -> Claim | None:
         """The next job that is due, this host's own first (those are stops); None when there is none."""
@@ -202,43 +154,43 @@ class JobStore:
         pipe = self._client.pipeline(transaction=True)
         pipe.lpush(self.keys.journal, trail.model_dump_json(exclude_none=True))
         pipe.ltrim(self.keys.journal, 0, TRAILS - 1)
-        with _translated():
+        with translated():
             await pipe.execute()
 
     async def tell_verdicts(self, notes: Mapping[str, str]) -> None:
         """Tell other hosts what became of restores here: snapshot -> its notes, instead of those told before."""
-        with _translated():
+        with translated():
             await self._client.hset(self.keys.verdicts, mapping={f"{id}\t{self.host}": text for id, text in notes.items()})
 
     async def verdicts(self) -> Mapping[str, str]:
         """Snapshot, tab, host -> what that host has told of it."""
-        with _translated():
+        with translated():
             return dict(await self._client.hgetall(self.keys.verdicts))
 
     async def replicas(self) -> dict[str, Replica]:
         """Every replica record."""
-        with _translated():
+        with translated():
             records = await self._client.hgetall(self.keys.replicas)
-        return {id: record for id, text in records.items() if (record := _decoded(Replica, text)) is not None}
+        return {id: record for id, text in records.items() if (record := decoded(Replica, text)) is not None}
 
     async def gateways(self) -> list[GatewayReport]:
         """What every live gateway says of itself; dead ones are forgotten."""
-        with _translated():
+        with translated():
             ids = sorted(await self._client.smembers(self.keys.gateways))
             texts = await self._client.mget([self.keys.gateway(id) for id in ids]) if ids else []
             gone = [id for id, text in zip(ids, texts, strict=True) if text is None]
             if gone:
                 await self._client.srem(self.keys.gateways, *gone)
-        return [report for text in texts if text and (report := _decoded(GatewayReport, text)) is not None]
+        return [report for text in texts if text and (report := decoded(GatewayReport, text)) is not None]
 
     async def starting(self, model: str) -> int:
         """Starts of a model that are not settled."""
-        with _translated():
+        with translated():
             return int(await self._client.hlen(self.keys.starts(model)))
 
     async def seq(self) -> int:
         """Position of the latest replica write."""
-        with _translated():
+        with translated():
             return int(await self._client.get(self.keys.seq) or 0)
 
     async def report(
@@ -254,7 +206,7 @@ class JobStore:
         for field, number in (counted or {}).items():
             pipe.hincrbyfloat(tally, field, number)
         pipe.expire(tally, TALLY_TTL_S)
-        with _translated():
+        with translated():
             await pipe.execute()
 
     async def trace(self, spans: Sequence[Span]) -> None:
@@ -263,7 +215,7 @@ class JobStore:
         pipe.rpush(self.keys.spans, *(span.model_dump_json() for span in spans))
         pipe.ltrim(self.keys.spans, -SPANS_KEPT, -1)
         pipe.expire(self.keys.spans, _SPANS_TTL_S)
-        with _translated():
+        with translated():
             await pipe.execute()
 
     async def suspects(self, mine: Collection[str]) -> dict[str, str]:
@@ -271,20 +223,20 @@ class JobStore:
 
         Those that no record speaks of any more go too; another host's stay for its restorer.
         """
-        with _translated():
+        with translated():
             found = await self._client.hgetall(self.keys.suspects)
         if not found:
             return {}
         alive = {record.incarnation for record in (await self.replicas()).values() if record.state not in TERMINAL}
         taken = [incarnation for incarnation in found if incarnation in mine or incarnation not in alive]
         if taken:
-            with _translated():
+            with translated():
                 await self._client.hdel(self.keys.suspects, *taken)
         return {incarnation: found[incarnation] for incarnation in taken if incarnation in mine}
 
     async def forget_stages(self, model: str, origins: Collection[str]) -> None:
         """Remove this host's durations of every origin but these (and cold starts): their snapshots are gone."""
-        with _translated():
+        with translated():
             fields = await self._client.hkeys(self.keys.stages(model))
             kept = {COLD, *origins}
             known = [(field, key) for field in fields if (key := StageKey.of(field)) is not None]
@@ -297,24 +249,24 @@ class JobStore:
 
         A gateway may have been faster: what it has asked for meanwhile is not asked for twice.
         """
-        with _translated():
+        with translated():
             others = [self.keys.host(name) for name in await self._client.smembers(self.keys.hosts) if name != self.host]
             if others and await self._client.exists(*others):
                 return
             before = await self._client.smembers(self.keys.preloaded)
             ids = await self._client.zrange(self.keys.jobs, 0, -1)
             texts = [await self._client.hget(self.keys.job(id), "record") for id in ids]
-            jobs = [job for text in texts if text and (job := _decoded(Job, text)) is not None]
+            jobs = [job for text in texts if text and (job := decoded(Job, text)) is not None]
             gone = before - {job.model for job in jobs if job.reason == "preload"}
             if gone:
                 await self._client.srem(self.keys.preloaded, *gone)
 
     async def take_task(self) -> Task | None:
         """The next task for this host; None when there is none. Nobody else gets it."""
-        with _translated():
+        with translated():
             while (id := await self._client.rpop(self.keys.host_tasks(self.host))) is not None:
                 text = await self._client.get(self.keys.task(id))
-                if text and (task := _decoded(Task, text)) is not None:
+                if text and (task := decoded(Task, text)) is not None:
                     return task
         return None
 
@@ -323,7 +275,7 @@ class JobStore:
         pipe = self._client.pipeline(transaction=True)
         pipe.set(self.keys.task(task.id), task.model_dump_json(), ex=TASK_TTL_S)
         pipe.publish(self.keys.events, Hint(task=task.id).model_dump_json())
-        with _translated():
+        with translated():
             await pipe.execute()
 
     async def tell_progress(self, progress: Progress) -> None:
@@ -333,62 +285,18 @@ class JobStore:
         pipe.hset(key, progress.id, progress.model_dump_json())
         pipe.expire(key, PROGRESS_TTL_S)
         pipe.publish(self.keys.events, Hint(progress=self.host).model_dump_json())
-        with _translated():
+        with translated():
             await pipe.execute()
 
     async def forget_progress(self, id: str = "") -> None:
         """It is over; without an id: all of this host's."""
         key = self.keys.progress(self.host)
-        with _translated():
+        with translated():
             await (self._client.hdel(key, id) if id else self._client.delete(key))
             await self._client.publish(self.keys.events, Hint(progress=self.host).model_dump_json())
 
-    async def hints(self) -> AsyncIterator[Hint | None]:
-        """Hints as they come, and None about every second without one. Ends never; raises when the store is lost."""
-        pubsub = self._listener.pubsub(ignore_subscribe_messages=True)
-        try:
-            with _translated():
-                await pubsub.subscribe(self.keys.events)
-            while True:
-                with _translated():
-                    message = await pubsub.get_message(timeout=1.0)
-                yield None if message is None else _decoded(Hint, message["data"])
-        finally:
-            with contextlib.suppress(RedisError, OSError):
-                await pubsub.aclose()
-
     def _held(self, claim: Claim) -> dict[str, Any]:
         return {"queue": claim.queue, "job_key": self.keys.job(""), "job": claim.job.id, "fence": claim.fence}
-
-    async def _call(self, command: str, **arguments: Any) -> Any:
-        keys = [self.keys.replicas, self.keys.seq, self.keys.fence, self.keys.events]
-        with _translated():
-            return await self._script(keys=keys, args=[command, json.dumps(arguments)])
-
-
-@contextlib.contextmanager
-def _translated() -> Iterator[None]:
-    try:
-        yield
-    except (RedisError, OSError) as error:
-        _heed_cancellation()
-        raise StoreUnavailable(f"the shared store did not answer: {error}") from error
-    _heed_cancellation()
-
-
-def _heed_cancellation() -> None:
-    """The client polls its sockets with time-outs that can swallow a cancellation: work whose lease was lost would go on."""
-    task = asyncio.current_task()
-    if task is not None and task.cancelling():
-        raise asyncio.CancelledError
-
-
-def _decoded(kind: type[T], text: str) -> T | None:
-    """A record, or None when it cannot be read: one bad record must not stop the others."""
-    try:
-        return kind.model_validate_json(text)
-    except ValidationError:
-        return None
 
 
 def _encoded(record: Replica) -> str:

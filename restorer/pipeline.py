@@ -19,12 +19,22 @@ from restorer.attempt import Attempt, Work
 from restorer.box import Box
 from restorer.capture import capture
 from restorer.engines import HttpEngine, adapter
-from restorer.errors import CanaryDiffers, Cancelled, EngineDied, HeldBack, HostIncompatible, RestorerError, SnapshotError
+from restorer.errors import (
+    CanaryDiffers,
+    Cancelled,
+    EngineDied,
+    HeldBack,
+    HostIncompatible,
+    LeaseLost,
+    RestorerError,
+    SnapshotError,
+    StoreUnavailable,
+)
 from restorer.gpus import Need, Placement
 from restorer.host import Host, Match, log
 from restorer.instance import Instance, connect, ignite
 from restorer.integrity import verify_files
-from restorer.jobs import Claim, LeaseLost, Outcome, StoreUnavailable
+from restorer.jobs import Claim, Outcome
 from restorer.reckoning import reckoned, told
 from restorer.replicas import Replicas
 from restorer.stages import Stages
@@ -249,11 +259,14 @@ async def _admit(attempt: Attempt, instance: Instance, replicas: Replicas) -> No
     number = attempt.journal.step("admit")
     begun = time.perf_counter()
     changes = reckoned(attempt.stages, attempt.source, attempt.engine.model.restore, attempt.host.rates)
-    admitted = attempt.moved(Event.ADMIT, address=instance.box.address, **changes)
+    doors, box = attempt.host.boxes.doors, instance.box
+    await doors.make(box)
+    admitted = attempt.moved(Event.ADMIT, address=box.address, door=doors.text(box), **changes)
     told(admitted)
     # First on this host's disk, so that a restorer that dies here finds an engine that it may or may not adopt.
-    instance.box.remember(record=admitted.model_dump(mode="json"), inner_pid=instance.inner_pid)
+    box.remember(record=admitted.model_dump(mode="json"), inner_pid=instance.inner_pid)
     await attempt.host.jobs.settle(attempt.claim, Outcome(OperationState.SUCCEEDED, interrupted), admitted)
+    doors.open(box, instance.port)
     accounts.admitted(attempt.host.tally, admitted, attempt.began)
     replicas.adopt(instance, admitted)
     if admitted.start == "restored" and admitted.snapshot is not None:

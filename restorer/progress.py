@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from policies.replica import Stage
 from policies.tasks import Progress
 from policies.wire import Job
-from restorer.jobs import JobStore, StoreUnavailable
+from restorer.errors import StoreUnavailable
+from restorer.jobs import JobStore
 from restorer.stages import Stages
 
 _CALM_S = 0.02

@@ -19,10 +19,9 @@ from policies.wire import GatewayReport
 from restorer import gpustate, undo
 from restorer.box import Box
 from restorer.engines import adapter
-from restorer.errors import Cancelled, RestorerError
+from restorer.errors import Cancelled, LeaseLost, RestorerError, StoreUnavailable
 from restorer.host import Host, News, log
 from restorer.instance import Instance, last_words
-from restorer.jobs import LeaseLost, StoreUnavailable
 from restorer.processes import watch
 from restorer.suspended import Suspended
 
@@ -59,6 +58,7 @@ class Replicas:
         self._host = host
         self._local = local
         self._gone = News()
+        host.boxes.doors.on_lost = self._door_lost
         self._running: dict[str, Running] = {}
         self.suspended = Suspended(host)
         self._ending = False
@@ -126,6 +126,7 @@ class Replicas:
                 continue
             engine = adapter(record.model, self._host.model(record.model))
             self._host.gpus.adopt(box.id, box.facts.get("gpus", ()))
+            record = await self._reached(box, record)
             self.adopt(Instance(box, engine, int(box.facts["inner_pid"]), pid), record)
             log.info("replica %s (%s) was found running", record.id, record.incarnation)
         trails = await undo.reconcile(self._host, self.kept())
@@ -139,6 +140,21 @@ class Replicas:
         for running in self._running.values():
             await self._write(running)
         return trails
+
+    async def _reached(self, box: Box, record: Replica) -> Replica:
+        """The record of a box that is adopted, as it is reached from other hosts now."""
+        door = await self._host.boxes.doors.adopt(box, record.port)
+        if door == record.door:
+            return record
+        changed = record.model_copy(update={"door": door, "place": self._host.place})
+        box.remember(record=changed.model_dump(mode="json"))
+        return changed
+
+    def _door_lost(self, box: str, reason: str) -> None:
+        """Gateways of other hosts know this replica by a door that is gone for good."""
+        for one in self._running.values():
+            if one.instance.box.id == box:
+                self._task(self.fail(one.record.incarnation, reason))
 
     def kept(self) -> dict[str, str]:
         """id of the box of each replica -> why it goes on."""

@@ -168,7 +168,7 @@ def store_of(config: Config) -> SnapshotStore:
     """The snapshots of this host. Raises Failed."""
     try:
         users = functools.partial(users_of, Path(config.run_dir))
-        return SnapshotStore(Path(config.state_dir) / "snapshots", _stamps(config), users=users)
+        return SnapshotStore(Path(config.state_dir) / "snapshots", _stamps(config), users=users, host=config.restorer.host or "")
     except OSError as error:
         raise Failed(f"{error.filename}: {error.strerror}; snapshots are read by the user that runs the restorer") from None
 

@@ -99,9 +99,10 @@ class SnapshotStore:
         stamps: what is known to be unchanged, so that :meth:`verify` need not read it again.
         sign: the signature of a manifest's bytes, if what is committed is to be signed.
         users: what runs from which snapshot; none of these is removed.
+        host: its name among others; empty: its hostname.
     """
 
-    def __init__(self, root: Path, stamps: Stamps, sign: Signer = lambda _: None, users: Users = dict) -> None:
+    def __init__(self, root: Path, stamps: Stamps, sign: Signer = lambda _: None, users: Users = dict, host: str = "") -> None:
         self.root = root
         self.sign = sign
         self._users = users
@@ -109,7 +110,7 @@ class SnapshotStore:
         self._manifests: dict[str, tuple[tuple[int, ...], Manifest]] = {}
         """Those read before, with what their file was then: parsing one takes longer than all else of a match."""
         root.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self.verdicts = Verdicts(root / "verdicts", socket.gethostname())
+        self.verdicts = Verdicts(root / "verdicts", host or socket.gethostname())
 
     def stage(self, name: str = "") -> Staging:
         """A new, empty staging folder on the store's file system, with a name from :meth:`Staging.fresh_name`."""

@@ -14,10 +14,9 @@ import time
 
 from policies.replica import Replica
 from restorer.engines import HttpEngine
-from restorer.errors import EngineDied, EngineNotReady, RestorerError
+from restorer.errors import EngineDied, EngineNotReady, RestorerError, StoreUnavailable
 from restorer.host import Host, log
 from restorer.instance import connect
-from restorer.jobs import StoreUnavailable
 from restorer.replicas import Replicas, Running
 
 _TRIES = 3

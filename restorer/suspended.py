@@ -123,6 +123,8 @@ class Suspended:
         instance.box.facts.pop("record", None)
         instance.box.remember(gpus=[])
         self._host.gpus.release(instance.box.id)
+        # Whoever is still connected must not be when it runs again, as another incarnation.
+        await self._host.boxes.doors.renew(instance.box)
         self._resting[model] = Resting(instance, rest, wanted, time.monotonic())
         log.info("an engine of %s rests, to be %s by the next start", model, rest.start)
         return True

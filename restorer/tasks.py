@@ -20,10 +20,9 @@ from policies.tasks import MAX_LOG_BYTES, Task, TaskKind, TaskState
 from restorer import explain, transfer
 from restorer.catalog import chosen
 from restorer.copies import listed
-from restorer.errors import RestorerError
+from restorer.errors import RestorerError, StoreUnavailable
 from restorer.host import Host, log
 from restorer.integrity import verify_files
-from restorer.jobs import StoreUnavailable
 from restorer.progress import Work
 from restorer.remains import ENGINE_LOG
 from restorer.supply import copied, noted

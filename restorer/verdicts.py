@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from policies.config import Quarantine
+from policies.restoring import Quarantine
 from policies.verdicts import Note, Standing, standing
 from restorer.files import disk_space, fsync
 from restorer.jobs import JobStore

@@ -18,9 +18,9 @@ from policies.wire import HostReport, JobKind, OperationState, SnapshotSummary
 from restorer import accounts, collector, pipeline, spans, undo
 from restorer.accounts import Held
 from restorer.attempt import report
-from restorer.errors import Cancelled, RestorerError
+from restorer.errors import Cancelled, RestorerError, StoreUnavailable
 from restorer.host import Host, log
-from restorer.jobs import Claim, Outcome, StoreUnavailable
+from restorer.jobs import Claim, Outcome
 from restorer.replicas import Replicas
 from restorer.suspects import Suspects
 from restorer.tasks import Tasks

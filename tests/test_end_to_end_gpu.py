@@ -127,28 +127,36 @@ def stages(replica: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {stage["name"]: stage for stage in replica["stages"]}
 
 
+def on_gpu_0(system: Installation, model: str) -> Path:
+    """A snapshot whose donor had GPU 0, where its restores go if they can. A donor before it may not have left yet."""
+    eventually(system.nothing_half_made, "the donor before to be gone")
+    folder = system.snapshot(model)
+    assert state_of(folder).used == ("GPU-0",)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def apart(system: Installation) -> Path:
     """Folder of the snapshot of the model ``apart``."""
-    return system.snapshot("apart")
+    return on_gpu_0(system, "apart")
 
 
 @pytest.fixture(scope="module")
 def other(system: Installation) -> Path:
     """One of a model with other weights."""
-    return system.snapshot("other")
+    return on_gpu_0(system, "other")
 
 
 @pytest.fixture(scope="module")
 def twin(system: Installation, apart: Path) -> Path:
     """One of a model with the weights of ``apart``."""
-    return system.snapshot("twin")
+    return on_gpu_0(system, "twin")
 
 
 @pytest.fixture(scope="module")
 def nap(system: Installation) -> Path:
     """One of a model that is suspended when it is stopped."""
-    return system.snapshot("nap")
+    return on_gpu_0(system, "nap")
 
 
 # ---------------------------------------------------------------- as it should be

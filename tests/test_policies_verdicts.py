@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from policies.config import Quarantine
 from policies.failures import SIGNATURES, Class, classify
+from policies.restoring import Quarantine
 from policies.verdicts import Note, failed, standing
 
 POLICY = Quarantine(hosts=2, failures=3, backoff_s=1.0, most_backoff_s=60.0)

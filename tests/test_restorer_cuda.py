@@ -341,6 +341,32 @@ def test_neither_bindings_nor_command_is_said_so(monkeypatch: pytest.MonkeyPatch
             ask()
 
 
+async def test_faults_of_the_driver_are_typed_in_the_process_that_is_run(tool: Path) -> None:
+    """Not with the fake driver, which is another program: what is raised there must be what is caught there."""
+    (tool / "does").write_text("echo 'OS call failed: out of memory' >&2; exit 1")
+    # Without the bindings, whatever this machine has.
+    (tool / "cuda").mkdir()
+    (tool / "cuda/__init__.py").write_text("")
+    prelude = f"import sys; sys.path.insert(0, {str(tool)!r}); "
+    run = "import runpy; runpy.run_module('restorer.cuda_helper', run_name='__main__', alter_sys=True)"
+    cuda = Cuda([sys.executable, "-c", prelude + run])
+    try:
+        with pytest.raises(Environment, match="too little free memory"):
+            await cuda.freeze([1], lock_s=1, within_s=1)
+        assert await cuda.states([1]) == {1: "failed"}
+    finally:
+        await cuda.close()
+
+
+def test_a_step_that_breaks_by_a_fault_of_ours_was_not_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_cuda.written(tmp_path)
+    driver = fake_cuda.FakeDriver(tmp_path)
+    monkeypatch.setattr(driver, "lock", lambda *_: 1 // 0)
+    monkeypatch.setattr(driver, "state", lambda _: "running")
+    with pytest.raises(DriverError, match="BUG: ZeroDivisionError"):
+        Helper(driver).perform("freeze", {"pids": [1], "lock_s": 1, "within_s": 1})
+
+
 class Library:
     """The part of cuda-bindings that is used, as it answers: a status first."""
 

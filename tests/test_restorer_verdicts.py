@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from policies.config import Quarantine
+from policies.restoring import Quarantine
 from policies.verdicts import Note
 from restorer.jobs import JobStore
 from restorer.verdicts import Verdicts
