@@ -9,7 +9,7 @@ import asyncio
 import time
 
 from gateway.current import Current
-from gateway.errors import Unauthorized
+from gateway.errors import NotFound, Unauthorized
 from gateway.exchange import Call, Reply
 from gateway.hosts import Hosts
 from gateway.ledger import Ledger
@@ -57,6 +57,16 @@ class Gauges:
             self._metrics.loop_lag.set(max(0.0, clock() - due))
 
     async def scrape(self, call: Call) -> Reply:
+        """All series, at the gateway's address.
+
+        Raises:
+            NotFound: metrics have an address of their own. Unauthorized: as :meth:`show`.
+        """
+        if self._current.config.metrics.at is not None:
+            raise NotFound("Metrics have an address of their own here: metrics.address.")
+        return await self.show(call)
+
+    async def show(self, call: Call) -> Reply:
         """All series, to whoever may see them.
 
         Raises:

@@ -38,6 +38,7 @@ async def examine(config: Config) -> list[Finding]:
     """
     restorer, state_dir = config.restorer, Path(config.state_dir)
     checks: dict[str, Awaitable[Finding]] = {
+        "data path": asyncio.to_thread(probes.data_path),
         "capabilities": asyncio.to_thread(probes.capabilities),
         "kernel": asyncio.to_thread(probes.kernel),
         "criu": criu(config),

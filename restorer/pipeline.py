@@ -75,6 +75,7 @@ async def _started(attempt: Attempt, replicas: Replicas) -> Instance:
     host, name = attempt.host, attempt.claim.job.model
     with attempt.stages.timed("match"):
         match = await asyncio.to_thread(host.match, name)
+    accounts.distrusted(host.tally, name, match.refused)
     match = await supplied(host, name, match, attempt.stages, attempt.still_wanted)
     await attempt.still_wanted()
     await replicas.vacated(name)

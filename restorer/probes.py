@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from policies import fair
 from restorer import seal
 
 Verdict = Literal["ok", "warn", "fail"]
@@ -249,6 +250,14 @@ def huge_pages() -> Finding:
         remedy = "measure a restore with `madvise` too: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
         return Finding("huge pages", "warn", "transparent_hugepage is always: restores may be slower", remedy)
     return Finding("huge pages", "ok", f"transparent_hugepage is {mode}")
+
+
+def data_path() -> Finding:
+    """Whether what each request runs through is native code."""
+    if not fair.__file__.endswith(".py"):
+        return Finding("data path", "ok", "compiled")
+    found = "interpreted: a request takes twice the gateway's processor time that it takes compiled"
+    return Finding("data path", "warn", found, "install it with `deploy/install/host.sh --compiler`")
 
 
 def cgroups() -> Finding:

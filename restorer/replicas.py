@@ -58,7 +58,6 @@ class Replicas:
         self._host = host
         self._local = local
         self._gone = News()
-        host.boxes.doors.on_lost = self._door_lost
         self._running: dict[str, Running] = {}
         self.suspended = Suspended(host)
         self._ending = False
@@ -117,6 +116,7 @@ class Replicas:
         Returns:
             The attempts that had been under way.
         """
+        self._host.boxes.doors.on_lost = self._door_lost
         records, left = await self._host.jobs.replicas(), []
         for box in await self._host.boxes.survivors():
             record = self._adoptable(box, records)

@@ -24,7 +24,7 @@ from blake3 import blake3
 
 from policies.manifest import Manifest, Weights, canonical
 from policies.secrets import publishable
-from restorer import chunks, leases, signatures
+from restorer import chunks, leases, sharing, signatures
 from restorer.catalog import Catalog, Copy
 from restorer.chunks import Chunk, Chunks
 from restorer.errors import Environment, SnapshotError
@@ -38,8 +38,6 @@ Report = Callable[[int, int], None]
 _ROOM_BYTES = 12 << 20
 """Content that is in memory at a time; wrapping and the network hold as much again, twice."""
 _BATCH = 64
-_SOURCES = 16
-"""Snapshots of this host that are asked for chunks, newest first."""
 
 
 @dataclass(slots=True)
@@ -262,7 +260,7 @@ async def pull(
         for one in manifest.gpu.weights if manifest.gpu else ():
             await _pull_weights(copying, weights, one, reserve_bytes)
         with Partial(snapshots.root, manifest.id, sizes) as partial:
-            sources = await asyncio.to_thread(_sources, snapshots, plan)
+            sources = await asyncio.to_thread(sharing.lying, snapshots, snapshots.list(), plan.chunks)
             await _fetch(copying, partial, plan, sources, reserve_bytes)
             await asyncio.to_thread(_commit, snapshots, partial, manifest, data, signed)
     return copying.moved.end()
@@ -346,19 +344,6 @@ def _placed(partial: Partial, plan: _Plan, chunk: Chunk, sources: Mapping[bytes,
                 partial.copy(*source, place.path, place.offset, chunk.size)
         return all(there(place) for place in missing)
     return not missing
-
-
-def _sources(snapshots: SnapshotStore, plan: _Plan) -> dict[bytes, tuple[Path, int]]:
-    """Where else on this host chunks lie: id -> (file, offset)."""
-    found: dict[bytes, tuple[Path, int]] = {}
-    for manifest in snapshots.list()[:_SOURCES]:
-        folder = snapshots.folder(manifest.id)
-        with contextlib.suppress(SnapshotError):
-            for path, pieces in chunks.of(folder, manifest).items():
-                for chunk in pieces:
-                    if chunk.id in plan.chunks:
-                        found.setdefault(chunk.id, (folder / path, chunk.offset))
-    return found
 
 
 def _commit(snapshots: SnapshotStore, partial: Partial, manifest: Manifest, listed: bytes, signed: Mapping[str, bytes]) -> None:

@@ -108,7 +108,7 @@ async def store(store_server: str) -> AsyncIterator[redis.asyncio.Redis]:
     await client.aclose()
 
 
-async def eventually(check: Callable[[], T | Awaitable[T]], *, within: float = 5.0, what: str = "") -> T:
+async def eventually(check: Callable[[], T | Awaitable[T]], *, within: float = 30.0, what: str = "") -> T:
     """The first truthy result of ``check``, asked every 5 ms; fails after ``within`` seconds."""
     deadline = time.monotonic() + within
     while True:

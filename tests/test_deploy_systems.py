@@ -110,13 +110,17 @@ def test_a_host_from_installation_to_removal(system: System, tmp_path: Path) -> 
 
     # An upgrade: another release, the same snapshots.
     before = os.readlink(system.root / "opt/rewake/venv")
-    (tmp_path / "source/gateway/version.py").open("a").write("# another release\n")
-    upgraded = system.install(HOST)
+    with (tmp_path / "source/gateway/version.py").open("a") as file:
+        file.write("# another release\n")
+    assert "interpreted" in system.install("rewake doctor").stdout
+    upgraded = system.install(f"{HOST} --compiler")
     assert upgraded.returncode == 0, upgraded.stderr
     assert os.readlink(system.root / "opt/rewake/venv") != before
     assert (system.root / "opt/rewake" / before).is_dir()  # for going back
     with system.booted():
         ready(system, "rewake")  # it was enabled
+        assert re.search(r"data path +compiled", system.must("rewake doctor"))
+        assert 'data_path="compiled"' in system.must("curl -s 127.0.0.1:8080/metrics")
         assert start_of(system, "rewake") == "restored", system.journal("rewake")
 
     removed = system.install(f"{HOST} uninstall")

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import statistics
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import require_root
-from e2e_installation import ROOT, Installation, manifest_of, network
+from e2e_installation import ROOT, Installation, a_place, manifest_of, network
 
 from policies import floor
 from policies.replica import Replica
@@ -39,20 +36,13 @@ def engine(path: Path, **policy: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def system() -> Iterator[Installation]:
-    require_root()
-    # Not pytest's folder: socket paths are short, and the gateway's account must be able to pass.
-    folder = Path(tempfile.mkdtemp(prefix="rewake-e2e-", dir="/var/tmp"))
-    folder.chmod(0o755)
-    mapped = folder / "mapped.bin"
-    mapped.write_bytes(os.urandom(MIB) * 80)
-    models = {"big": engine(mapped, max_replicas=4, concurrency=1)}
-    one = Installation(folder, network(21), models, parallel_starts=2, criu_timeout_s=60, lease_s=10)
-    try:
-        one.start()
-        yield one
-    finally:
-        one.close()
-        shutil.rmtree(folder, ignore_errors=True)
+    with a_place("speed") as folder:
+        mapped = folder / "mapped.bin"
+        mapped.write_bytes(os.urandom(MIB) * 80)
+        models = {"big": engine(mapped, max_replicas=4, concurrency=1)}
+        one = Installation(folder, network(21), models, parallel_starts=2, criu_timeout_s=60, lease_s=10)
+        with one.running():
+            yield one
 
 
 @pytest.fixture(scope="module")

@@ -53,7 +53,7 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
             spawn([*prefix, sys.executable, "-c", PRELUDE + textwrap.dedent(script) + POSTLUDE, str(private)], options)
         )
         ready = private / "ready"
-        await eventually(lambda: ready.exists() or started[-1].poll() is not None, within=20, what="the process is ready")
+        await eventually(lambda: ready.exists() or started[-1].poll() is not None, what="the process is ready")
         assert started[-1].poll() is None, (private / "log").read_text()
         ready.unlink()
         return started[-1].pid

@@ -70,7 +70,7 @@ async def test_a_stop_that_was_given_up_half_way_can_be_asked_for_again(store: A
         await asyncio.gather(first, return_exceptions=True)
         assert (len(replicas), discarded) == (1, [])
         await store.delete("rewake:gateway:g")
-        await asyncio.wait_for(replicas.stop("m#0", "one", reason="scaled down"), 5)
+        await asyncio.wait_for(replicas.stop("m#0", "one", reason="scaled down"), 30)
         assert (len(replicas), discarded) == (0, ["one"])
         assert (await jobs.replicas())["m#0"].state is State.STOPPED
     finally:
@@ -146,11 +146,11 @@ async def test_a_start_waits_until_the_engine_that_had_its_place_is_gone(store: 
         await eventually(lambda: _is(here, "a", State.STOPPED))
         starting = asyncio.create_task(here.replicas.vacated("b"))
         # A model of no group, and another replica of the same one, wait for nobody.
-        await asyncio.wait_for(here.replicas.vacated("c"), 1)
-        await asyncio.wait_for(here.replicas.vacated("a"), 1)
+        await asyncio.wait_for(here.replicas.vacated("c"), 30)
+        await asyncio.wait_for(here.replicas.vacated("a"), 30)
         assert not starting.done()
         here.removable.set()
-        await asyncio.wait_for(starting, 1)
+        await asyncio.wait_for(starting, 30)
         assert len(here.replicas) == 0
         await stopping
 
@@ -171,7 +171,7 @@ async def test_a_group_with_room_lets_a_start_in_at_once(store: Any, store_serve
     roomy = parse({**config.model_dump(mode="json"), "groups": {"gpu": {"members": 2}}})
     async with place(store_server, roomy) as here:
         await here.admit("a")
-        await asyncio.wait_for(here.replicas.vacated("b"), 1)
+        await asyncio.wait_for(here.replicas.vacated("b"), 30)
 
 
 async def test_what_a_schedule_keeps_is_not_parked_until_the_window_ends(store: Any, store_server: str) -> None:
