@@ -142,7 +142,7 @@ def compose(settings: Settings, metrics: Metrics, line: Line | None = None) -> G
         waitroom=waitroom,
         upstreams=upstreams,
         metrics=metrics,
-        gauges=_gauges(current, ledger, registry, link, reporter, Hosts(store), metrics),
+        gauges=Gauges(current, ledger, registry, link, reporter, Hosts(store), metrics, admin.authorize),
         serving=_serving(current, metrics, callers, ledger, registry, waitroom, upstreams, eta, life, tracer),
         admin=admin,
         overview=overview,
@@ -177,12 +177,6 @@ def _admin(
         events=link,
         overview=overview,
     )
-
-
-def _gauges(
-    current: Current, ledger: Ledger, registry: Registry, link: Link, reporter: Reporter, hosts: Hosts, metrics: Metrics
-) -> Gauges:
-    return Gauges(current, ledger=ledger, registry=registry, link=link, reporter=reporter, hosts=hosts, metrics=metrics)
 
 
 def _serving(
