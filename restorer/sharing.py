@@ -2,7 +2,8 @@
 
 The kernel is told which runs of two files are equal (FIDEDUPERANGE): it compares them itself, byte by byte, and then has both
 files use the same blocks, until somebody writes to one. Neither file changes, nor its times; unlike hard links they stay two
-files, each with a mode and a life of its own. On other file systems, ext4 for one, nothing happens.
+files, each with a mode and a life of its own. XFS frees the blocks that are no longer used at once; Btrfs frees an extent, of up
+to 128 MiB, only when nothing of it is used any more. On other file systems, ext4 for one, nothing happens.
 
 Knows snapshots and their chunks. Every function blocks.
 """
