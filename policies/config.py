@@ -73,6 +73,8 @@ class Engine(Section):
     """A cold start that takes longer has failed."""
     gpu: Gpu = Gpu()
     sleep: Sleep = Sleep()
+    hosts: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """The hosts that may run it, by name or pattern (``gpu-*``); none named: any."""
 
     @model_validator(mode="after")
     def _backend_fits(self) -> Engine:

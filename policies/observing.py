@@ -22,7 +22,8 @@ class Metrics(Section):
     """Where ``/metrics`` is served, such as ``10.0.0.5:9464``: by plain HTTP, nothing else beside it, and not at the gateway's
     own address. None: there."""
     keys: tuple[KeyHash, ...] = ()
-    """Hashes of the keys that ``GET /metrics`` needs (``rewake key`` makes one); none: everybody may read it."""
+    """Hashes of the keys that ``GET /metrics`` needs (``rewake key`` makes one), if not the admin token. None: everybody may
+    read it."""
 
     @property
     def at(self) -> tuple[str, int] | None:
