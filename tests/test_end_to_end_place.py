@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from e2e_installation import PROMPT, eventually
+from e2e_installation import PROMPT, eventually, needed
 from fleet import STREAM, Fleet, FleetGateway, fleet, streaming
 
 from gateway.upstream import KEEP_IDLE_S
@@ -29,15 +29,16 @@ def hold(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pair(hold: Path) -> Iterator[Fleet]:
-    """Two hosts and two gateways; engines start cold; requests wait for as long as it takes."""
+    """Two hosts and two gateways; what is ``kept`` is restored, the other models start cold."""
     models = {
         "m": streaming(hold),
         "bound": streaming(hold),
         "nowhere": streaming(hold),
+        "kept": streaming(hold.with_name("kept"), backend="criu"),
     }
     models["bound"]["engine"]["hosts"] = ["b"]
     models["nowhere"]["engine"]["hosts"] = ["elsewhere-*"]
-    with fleet(models, gateways=2, lost_after_s=6, parallel_starts=2) as made:
+    with fleet(models, gateways=2, lost_after_s=6, parallel_starts=2, criu=needed("REWAKE_CRIU")) as made:
         made.start()
         yield made
 
@@ -206,14 +207,29 @@ def test_a_host_that_is_cut_off_is_a_pause_and_gives_way_when_it_is_back(pair: F
         stream_file.unlink(missing_ok=True)
 
 
-def test_a_machine_that_is_gone_for_good_is_a_pause(pair: Fleet) -> None:
+def test_a_start_goes_where_its_snapshot_is_and_a_machine_that_is_gone_for_good_is_a_pause(pair: Fleet) -> None:
     gateway = pair.gateways[0]
-    here = serving_on(gateway)
+    made = gateway.operation("snapshots", {"model": "kept"}, 120)
+    assert made["state"] == "succeeded", made
+    host, heir = sorted(pair.hosts.values(), key=lambda one: not one.snapshots())
+    eventually(lambda: _knows(gateway, host.name, made["snapshot"]), "its report to tell of the snapshot")
+    first = gateway.complete("kept")
+    assert (first.status_code, first.headers["x-rewake-start"]) == (200, "restored"), first.text
+    assert [one["host"] for one in gateway.replicas("kept")] == [host.name]
+    heir.take(host.snapshots()[0])
+    eventually(lambda: _knows(gateway, heir.name, made["snapshot"]), "the other host's report to tell of its copy")
     _let_connections_go()
-    pair.hosts[here].lose()
-    answer = gateway.complete("m", timeout=LOST_S)
+    host.lose()
+    answer = gateway.complete("kept", timeout=LOST_S)
     assert answer.status_code == 200, answer.text
-    (replica,) = gateway.replicas("m")
-    assert replica["host"] == other(here)
-    gone = [one for one in gateway.admin("replicas")["replicas"] if one["host"] == here and one["model"] == "m"]
-    assert all(one["state"] in ("failed", "stopped") for one in gone), gone
+    assert answer.headers["x-rewake-start"] == "restored", heir.said()
+    assert answer.json()["choices"] == first.json()["choices"]
+    (replica,) = gateway.replicas("kept")
+    assert replica["host"] == heir.name
+    ghosts = [one for one in gateway.admin("replicas")["replicas"] if one["host"] == host.name]
+    assert all(one["state"] in ("failed", "stopped") for one in ghosts), ghosts
+
+
+def _knows(gateway: FleetGateway, host: str, snapshot: str) -> bool:
+    reports = {one["host"]: one for one in gateway.admin("snapshots")["hosts"]}
+    return any(one["id"] == snapshot and one["fits"] for one in reports.get(host, {"snapshots": []})["snapshots"])
