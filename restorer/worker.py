@@ -153,9 +153,12 @@ class Worker:
         host = self._host
         if host.fleet.alone and all(placement.named(model, host.name) for model in host.config.models.values()):
             return None
-        wanted = await self._host.jobs.open()
-        records = await self._host.jobs.replicas() if wanted else {}
-        return self._host.fleet.ranking(wanted, self._host.config, list(records.values()))
+        wanted = await host.jobs.open()
+        if not wanted:
+            return {}
+        # As they are now: by a second's old word a host would start cold what another could have restored.
+        await host.fleet.read(host.jobs)
+        return host.fleet.ranking(wanted, host.config, list((await host.jobs.replicas()).values()))
 
     def _look_again(self, in_s: float) -> None:
         """A job is left to another host until then."""
