@@ -239,6 +239,19 @@ def drain(replica: str, config: ConfigFile = None, no_wait: NoWait = False, time
 
 
 @app.command()
+def move(
+    replica: str,
+    to: Annotated[str, typer.Option(metavar="HOST", help="The host that shall have it. Default: the best of the others.")] = "",
+    config: ConfigFile = None,
+    no_wait: NoWait = False,
+    timeout: Timeout = 3600.0,
+) -> None:
+    """Start REPLICA (model#slot, or an incarnation) anew on another host; once that serves, drain it where it is."""
+    with Admin(load(config)[1]) as admin:
+        finish(admin, admin.begin("move", {"replica": admin.replica(replica)["id"], "to": to}), no_wait, timeout)
+
+
+@app.command()
 def logs(
     replica: str,
     config: ConfigFile = None,

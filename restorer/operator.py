@@ -174,7 +174,7 @@ class Admin:
         return self._operation(self.call("GET", f"operations/{quote(id, safe='')}", query={"wait": f"{wait_s:g}"}, more_s=wait_s))
 
     def begin(self, verb: str, body: Mapping[str, object]) -> Operation:
-        """Start an operation: ``scale-up``, ``scale-down``, ``drain`` or ``snapshots``."""
+        """Start an operation: ``scale-up``, ``scale-down``, ``drain``, ``move`` or ``snapshots``."""
         return self._operation(self.call("POST", verb, body=body))
 
     def follow(self, operation: Operation, *, within: float, progress: Callable[[float, Sequence[str]], None]) -> Operation:

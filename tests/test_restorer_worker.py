@@ -21,6 +21,7 @@ from policies.config import Config, parse
 from policies.replica import Replica, State
 from policies.wire import HostReport, OperationState, SnapshotSummary, StageKey
 from restorer.doors import Doors
+from restorer.fleet import Fleet
 from restorer.host import News
 from restorer.jobs import JobStore
 from restorer.journal import Journals
@@ -78,6 +79,9 @@ async def bench(url: str, config: Config = CONFIG, snapshots: tuple[SnapshotSumm
         gpus=SimpleNamespace(facts=None),
         facts_now=lambda: None,
         described=dict,
+        obstacles=dict,
+        place="",
+        fleet=Fleet("host-a"),
         discard=nothing,
         journals=Journals(Path(folder.name)),
         weights=SimpleNamespace(sweep=lambda used, older_than_s: []),

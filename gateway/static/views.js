@@ -248,7 +248,7 @@ function replicas(view, now) {
 
 // ---------------------------------------------------------------- operations
 
-const KINDS = { scale_up: "scale up", scale_down: "scale down", snapshot: "snapshot" };
+const KINDS = { scale_up: "scale up", scale_down: "scale down", snapshot: "snapshot", move: "move" };
 
 function operations(view, now) {
   const all = [
