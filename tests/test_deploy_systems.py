@@ -80,7 +80,11 @@ def start_of(system: System, unit: str) -> str:
 
 
 def ready(system: System, unit: str) -> None:
-    eventually(lambda: system.run("curl -sf 127.0.0.1:8080/ready").returncode == 0, f"ready; {system.journal(unit)}", 60)
+    try:
+        eventually(lambda: system.run("curl -sf 127.0.0.1:8080/ready").returncode == 0, "ready", 180)
+    except AssertionError:
+        print(system.journal(unit))
+        raise
 
 
 def test_a_host_from_installation_to_removal(system: System, tmp_path: Path) -> None:
@@ -142,10 +146,10 @@ def test_gateway_and_restorer_apart(system: System) -> None:
     with system.booted():
         system.must(f"systemd-run --unit=redis {redis} --save '' --appendonly no --bind 127.0.0.1")
         system.must("systemctl enable --now rewake-restorer rewake-gateway.socket rewake-gateway")
-        ready(system, "rewake-gateway")
-        assert start_of(system, "rewake-restorer") == "cold"
+        ready(system, "rewake-*")
+        assert start_of(system, "rewake-*") == "cold"
         system.must("rewake drain 'my-model#0'")
-        assert start_of(system, "rewake-restorer") == "restored", system.journal("rewake-restorer")
+        assert start_of(system, "rewake-*") == "restored", system.journal("rewake-*")
         restorer = system.must("systemctl show --value -p MainPID rewake-restorer").strip()
         effective = int(system.must(f"grep CapEff /proc/{restorer}/status").split()[1], 16)
         assert effective == sum(1 << bit for bit in (12, 18, 21, 25))
@@ -155,11 +159,11 @@ def test_gateway_and_restorer_apart(system: System) -> None:
         # Killed, it leaves its replica serving, and its successor finds it.
         incarnation = re.search(r"x-rewake-incarnation: (\w+)", system.must(ASK))
         system.must(f"kill -KILL {restorer}")
-        eventually(lambda: system.run("systemctl is-active rewake-restorer").stdout.strip() == "active", "a new restorer", 30)
+        eventually(lambda: system.run("systemctl is-active rewake-restorer").stdout.strip() == "active", "a new restorer", 120)
         again = re.search(r"x-rewake-incarnation: (\w+)", system.must(ASK))
         assert incarnation
         assert again
-        assert again[1] == incarnation[1], system.journal("rewake-restorer")
+        assert again[1] == incarnation[1], system.journal("rewake-*")
         system.must("systemctl stop rewake-gateway.socket rewake-gateway rewake-restorer")
         assert not system.run("pgrep -f '[l]lama-server --model'").stdout
 
@@ -191,7 +195,7 @@ def test_slurm_serves_until_the_signal_and_drains(tmp_path: Path) -> None:
     job = subprocess.Popen(argv, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     url = tmp_path / "rewake-4711.url"
     try:
-        eventually(lambda: url.exists() and url.read_text().strip(), "the address", 40)
+        eventually(lambda: url.exists() and url.read_text().strip(), "the address", 120)
         assert url.read_text().strip() == f"http://127.0.0.1:{port}/v1"
     finally:
         job.send_signal(signal.SIGTERM)
