@@ -259,8 +259,11 @@ def test_the_restorer_has_the_same_capabilities_everywhere() -> None:
     assert not capabilities("rewake-gateway.service")
     restorer = compose()["services"]["restorer"]
     pod = next(each for each in resources("base") if each["kind"] == "DaemonSet")["spec"]["template"]["spec"]
-    for added in (restorer["cap_add"], pod["containers"][0]["securityContext"]["capabilities"]["add"]):
-        assert {f"CAP_{each}" for each in added} == least
+    assert {f"CAP_{each}" for each in restorer["cap_add"]} == least
+    # A door becomes somebody else, and that one's processes must still be ended.
+    doors = {"CAP_SETUID", "CAP_SETGID", "CAP_KILL"}
+    assert doors < capabilities("rewake.service")
+    assert {f"CAP_{each}" for each in pod["containers"][0]["securityContext"]["capabilities"]["add"]} == least | doors
 
 
 # ---------------------------------------------------------------- containers
@@ -356,6 +359,18 @@ def test_gateways_on_kubernetes_have_nothing_to_lose() -> None:
     assert not pod["automountServiceAccountToken"]
 
 
+def test_gateways_on_kubernetes_may_connect_to_every_door() -> None:
+    for folder in FOLDERS:
+        expose = config.parse(filled(DEPLOY / "kubernetes" / folder / "rewake.yaml")).restorer.expose
+        assert expose is not None
+        policies = {each["metadata"]["name"]: each["spec"] for each in resources("base") if each["kind"] == "NetworkPolicy"}
+        open_ports = [one for rule in policies["rewake-gateway"]["egress"] for one in rule["ports"] if "endPort" in one]
+        assert [range(one["port"], one["endPort"] + 1) for one in open_ports] == [expose.range]
+    objects = {each["kind"]: each for each in resources("base")}
+    assert "hostNetwork" not in objects["Deployment"]["spec"]["template"]["spec"]
+    assert objects["DaemonSet"]["spec"]["template"]["spec"]["hostNetwork"]
+
+
 def test_selectors_find_their_pods() -> None:
     objects = resources("base")
     pods = [each["spec"]["template"]["metadata"]["labels"] for each in objects if "template" in each.get("spec", {})]
@@ -363,7 +378,7 @@ def test_selectors_find_their_pods() -> None:
     selectors += [each["spec"]["selector"]["matchLabels"] for each in objects if each["kind"] == "PodDisruptionBudget"]
     policies = [each for each in objects if each["kind"] == "NetworkPolicy"]
     selectors += [each["spec"]["podSelector"]["matchLabels"] for each in policies if each["spec"]["podSelector"]]
-    assert len(selectors) == 4
+    assert len(selectors) == 5
     assert all(any(selector.items() <= labels.items() for labels in pods) for selector in selectors)
 
 
@@ -372,7 +387,8 @@ def test_selectors_find_their_pods() -> None:
 
 def filled(file: Path) -> Any:
     """As the file is used: its placeholders replaced."""
-    return yaml.safe_load(file.read_text().replace("@NODE@", "node-1").replace("@REDIS_PASSWORD@", "secret"))
+    text = file.read_text().replace("@NODE@", "node-1").replace("@ADDRESS@", "10.0.0.5")
+    return yaml.safe_load(text.replace("@REDIS_PASSWORD@", "secret"))
 
 
 @pytest.mark.parametrize("file", sorted([*DEPLOY.rglob("rewake*.yaml"), DEPLOY / "examples/starter.yaml"]), ids=name)
@@ -387,8 +403,11 @@ def test_what_fills_in_a_nodes_settings_does(folder: str, tmp_path: Path) -> Non
         pod = next(each for each in resources("base") if each["kind"] == kind)["spec"]["template"]["spec"]
         program = pod["initContainers"][0]["command"][-1]
         program = program.replace("/settings/", f"{DEPLOY}/kubernetes/{folder}/").replace("/etc/rewake/", f"{tmp_path}/")
-        done = run(sys.executable, "-c", program, env={"NODE": "gpu-7.example.org", "REDIS_PASSWORD": "a/b@c:d#e"})
+        env = {"NODE": "gpu-7.example.org", "ADDRESS": "10.0.0.7", "REDIS_PASSWORD": "a/b@c:d#e"}
+        done = run(sys.executable, "-c", program, env=env)
         assert done.returncode == 0, done.stderr
         parsed = config.parse(yaml.safe_load((tmp_path / "rewake.yaml").read_text()))
-        assert parsed.store.namespace == "gpu-7.example.org"
+        assert parsed.restorer.host == "gpu-7.example.org"
+        assert parsed.restorer.expose is not None
+        assert parsed.restorer.expose.address == "10.0.0.7"
         assert parsed.store.url == "redis://:a%2Fb%40c%3Ad%23e@rewake-redis.rewake.svc:6379/0"
