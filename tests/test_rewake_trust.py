@@ -184,7 +184,7 @@ def test_explain_lists_every_mismatch_and_exits_with_3(place: Place, criu: str) 
                 matching={"rules": {"xsave_size": "report"}})  # fmt: skip
     code, out, _ = place.run("snapshot", "explain")
     assert code == 3
-    assert "m would start cold: none of its 1 snapshot fits" in out
+    assert "m would start cold: its one snapshot does not fit" in out
     rows = {line.split()[0]: line for line in out.splitlines() if line.startswith("  ")}
     assert "1.2.3" in rows["host.kernel"]
     assert "equal" in rows["host.kernel"]

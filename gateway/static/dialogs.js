@@ -294,7 +294,7 @@ const quoted = (text) => h("pre", { class: "quote", tabindex: "0", role: "region
 const capital = (text) => `${text[0].toUpperCase()}${text.slice(1).replace(/\.$/, "")}.`;
 const unfit = (told) =>
   told.unfit.length
-    ? h("details", {}, h("summary", {}, `${plural(told.unfit.length, "snapshot is", "snapshots are")} not used`), h("ul", { class: "faults" }, told.unfit.map((one) => h("li", {}, h("code", {}, one.id), ` on ${one.host}: ${one.reason}`))))
+    ? h("details", {}, h("summary", {}, `${plural(told.unfit.length, "snapshot is", "snapshots are")} not used`), h("ul", { class: "faults" }, told.unfit.map((one) => h("li", {}, h("code", {}, one.id), ` on ${one.host}:`, one.reason.split("\n").map((line) => h("p", {}, line))))))
     : null;
 
 /** The engine's log as it grows. */
