@@ -25,7 +25,7 @@ export REWAKE_CLIENTS := $(abspath $(CLIENTS))
 export REWAKE_PROMETHEUS := $(abspath $(TOOLS)/bin/prometheus)
 
 .DEFAULT_GOAL := help
-.PHONY: help install runtime system prometheus dashboards test-dashboards criu runc llama-server clients chromium vllm model hf-model demo bench-gpu test test-compiled test-deploy system-tools bench-held bench-gateway bench-restore peers compiled reference docs crash-matrix check clean
+.PHONY: help install runtime system prometheus dashboards test-dashboards criu runc llama-server clients chromium vllm model hf-model demo bench-gpu test test-compiled test-deploy system-tools bench-held bench-door bench-gateway bench-restore peers compiled reference docs crash-matrix check clean
 
 help:  ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -94,12 +94,13 @@ test: install criu runc llama-server model clients chromium prometheus  ## All t
 
 # What drives bytes through the gateway, and what those bytes run through.
 $(NATIVE)/.built: pyproject.toml setup.py $(wildcard gateway/*.py policies/*.py) | $(VENV)/.installed
+	rm -rf $(NATIVE)
 	REWAKE_COMPILE=1 REWAKE_COMPILE_OPT=0 $(BIN)/python setup.py --quiet build --build-base $(NATIVE)/made --build-lib $(NATIVE)/lib
 	touch $@
 
 test-compiled: $(NATIVE)/.built  ## The data path's tests once more, over its compiled form.
 	REWAKE_TEST_COMPILED=1 PYTHONPATH=$(abspath $(NATIVE)/lib) $(BIN)/python -P -m pytest -n $(JOBS) --dist loadfile -o pythonpath=tests \
-	    -o cache_dir=$(NATIVE)/.pytest_cache 	    $(foreach name,$(DATA_PATH),tests/test_gateway_$(name).py) $(PYTEST_ARGS)
+	    -o cache_dir=$(NATIVE)/.pytest_cache $(foreach name,$(DATA_PATH),tests/test_gateway_$(name).py) $(PYTEST_ARGS)
 
 system-tools: | system
 	@command -v mmdebstrap systemd-nspawn >/dev/null || { apt-get -q update && \
@@ -119,6 +120,9 @@ test-dashboards: install criu llama-server model prometheus  ## A real Prometheu
 
 bench-held: install  ## What held requests cost, and whether they slow down models that serve.
 	$(BIN)/python deploy/bench/held.py $(BENCH_ARGS)
+
+bench-door: install  ## What a door to other hosts costs: CPU and latency. As root.
+	$(BIN)/python deploy/bench/door.py $(BENCH_ARGS)
 
 bench-restore: install criu llama-server model  ## How near restores come to what this host can do: floor, cold start, plain CRIU, clones.
 	$(BIN)/python deploy/bench/restore.py $(BENCH_ARGS)

@@ -65,11 +65,8 @@ def system(place: Path) -> Iterator[Installation]:
         "deaf": gpu_model(place, "--seed", "9", "--deaf", snapshot={"create": "auto"}),
     }
     system = Installation(place, network(19), models, gpu_helper=helper, failure_backoff_s=0.1, max_attempts=1)
-    try:
-        system.start()
+    with system.running():
         yield system
-    finally:
-        system.close()
 
 
 @pytest.fixture(autouse=True)

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import openai
 import pytest
-from conftest import require_root
-from e2e_installation import PROMPT, Installation, eventually, llama, network
+from e2e_installation import PROMPT, Installation, a_place, eventually, llama, network
 
 pytestmark = pytest.mark.criu
 
@@ -25,17 +21,9 @@ STREAM = {**PROMPT, "model": "base", "stream": True}
 
 @pytest.fixture(scope="module")
 def system() -> Iterator[Installation]:
-    require_root()
-    folder = Path(tempfile.mkdtemp(prefix="rewake-hold-", dir="/var/tmp"))
-    folder.chmod(0o755)
-    system = Installation(folder, network(23), {"base": llama(hold=HOLD)})
-    try:
-        system.start()
+    with a_place("hold") as folder, Installation(folder, network(23), {"base": llama(hold=HOLD)}).running() as system:
         system.snapshot("base")
         yield system
-    finally:
-        system.close()
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def test_gateway_case_34_a_real_restore_under_signs_of_life(system: Installation) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import os
 import pwd
@@ -414,3 +415,38 @@ async def test_a_process_that_has_given_root_up_sends_its_spans_and_waits_for_no
             assert found.spans[0].error == "model_not_found"
             process.send_signal(signal.SIGTERM)
             assert await asyncio.wait_for(process.wait(), 20) == 0
+
+
+async def test_metrics_at_an_address_of_their_own(folder, store_url):
+    port = free_port()
+    arguments = written(folder, free_port(), top={"metrics": {"address": f"127.0.0.1:{port}"}})
+    async with (
+        worker(arguments, store_url, 0) as (first, url),
+        worker(arguments, store_url, 1) as (second, _),
+        httpx.AsyncClient(base_url=url) as clients,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as scraper,
+    ):
+        refused = await clients.get("/metrics")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "not_found"), refused.text
+        assert "metrics.address" in refused.json()["error"]["message"]
+        shown = await scraper.get("/metrics", headers={"Accept": "application/openmetrics-text"})
+        assert shown.headers["content-type"].startswith("application/openmetrics-text")
+        assert "rewake_build_info" in shown.text
+        for path in ("/v1/models", "/health", "/admin/v1/overview", "/console"):
+            assert (await scraper.get(path)).status_code == 404, path
+        # Either worker answers, for both.
+        first.send_signal(signal.SIGTERM)
+        assert await first.wait() == 0
+        async with httpx.AsyncClient() as again:
+            assert (await again.get(f"http://127.0.0.1:{port}/metrics")).status_code == 200
+        second.send_signal(signal.SIGTERM)
+        assert await second.wait() == 0
+
+
+async def test_metrics_at_their_own_address_want_their_key_too(folder, store_url):
+    port, key = free_port(), "a-key-for-prometheus"
+    hashed = "sha256:" + hashlib.sha256(key.encode()).hexdigest()
+    arguments = written(folder, free_port(), top={"metrics": {"address": f"127.0.0.1:{port}", "keys": [hashed]}})
+    async with worker(arguments, store_url), httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as scraper:
+        assert (await scraper.get("/metrics")).status_code == 401
+        assert (await scraper.get("/metrics", headers={"Authorization": f"Bearer {key}"})).status_code == 200

@@ -31,7 +31,7 @@ def document(*models: str, **more: Any) -> dict[str, Any]:
 def a_host(config: Config) -> Host:
     """A host of which only the configuration matters."""
     nothing = cast(Any, None)
-    host = Host(config, "h", *[nothing] * 9, None, "", nothing, nothing, nothing)
+    host = Host(config, "h", "here", *[nothing] * 9, None, "", nothing, nothing, nothing)
     host.snapshots = cast(Any, SimpleNamespace(sign=None, verdicts=SimpleNamespace(policy=None)))
     return host
 

@@ -101,6 +101,7 @@ async def bench(store: Any, url: str, fake: FakeReplica, **model: Any) -> AsyncI
         config=config,
         model=config.models.__getitem__,
         discard=discard,
+        boxes=SimpleNamespace(doors=SimpleNamespace()),
     )
     replicas = Replicas(host)
     suspects = Suspects(host, replicas)

@@ -20,7 +20,7 @@ import pytest
 import redis.asyncio
 from certificates import make
 from conftest import eventually
-from fake_installation import ROOT, Place, Running, a_place, running
+from fake_installation import ROOT, Place, Running, a_place, free_port, running
 from fake_replica import CHAT, Exchange, Fleet, delta, replica_server
 from processes import alive
 from test_gateway_tls import seen
@@ -212,6 +212,28 @@ async def test_gateway_case_32_rolling_restart_with_200_streams_and_50_held_fail
         assert steady.statuses[200] > 5
         # Everything is counted down to nothing, in the store as well.
         await eventually(lambda: fake.inflight == 0)
+
+
+async def test_metrics_at_their_own_address_are_there_all_through_a_restart(place: Place) -> None:
+    port = free_port()
+    place.write(workers=2, access_log=False, top={"metrics": {"address": f"127.0.0.1:{port}"}})
+    async with system(place) as it:
+        assert (await it.http.get("/metrics")).status_code == 404
+
+        async def scrape() -> int:
+            async with httpx.AsyncClient(trust_env=False) as once:
+                answer = await once.get(f"http://127.0.0.1:{port}/metrics", timeout=30)
+                return answer.status_code if "rewake_build_info" in answer.text else 0
+
+        assert await scrape() == 200
+        before, restarting = it.workers, asyncio.create_task(it.call("restart"))
+        seen: Counter[int] = Counter()
+        while not restarting.done():
+            seen[await scrape()] += 1
+        assert (await restarting).status_code == 200
+        await eventually(lambda: not any(map(alive, before.values())), within=60)
+        seen[await scrape()] += 1
+        assert set(seen) == {200}
 
 
 async def test_gateway_case_32_what_does_not_end_within_the_drain_is_503_with_retry_after_1_or_cut(place: Place) -> None:
