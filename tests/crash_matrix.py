@@ -44,6 +44,7 @@ MODEL = "m"
 FAULTS = ("kill", "enospc", "nonzero", "hang", "killed")
 _SIZE = "96m"
 _TOOL_S = 3
+_TRIES = 3
 _SETTLE_S = 45.0
 _PATIENCE_S = 200.0
 """An engine that hangs in its sleep, at its wake or with its weights is given up after a minute, and a donor then woken."""
@@ -191,7 +192,15 @@ class Matrix:
         ]
 
     def run(self, case: Case) -> Result:
-        """One case: prepare, break, look, mend, converge."""
+        """One case; again if its step was not come to, since on a busy machine one before it may run out of its few seconds."""
+        for _ in range(_TRIES):
+            result = self._once(case)
+            if result.fired:
+                break
+        return result
+
+    def _once(self, case: Case) -> Result:
+        """Prepare, break, look, mend, converge."""
         begun = time.monotonic()
         result = Result(case, False, "")
         try:
