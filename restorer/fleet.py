@@ -54,13 +54,17 @@ class Fleet:
         # It is missed only when it has expired.
         return [name for name, since in self._silent.items() if now - since + REPORT_TTL_MS / 1000 >= after_s]
 
+    async def read(self, jobs: JobStore) -> None:
+        """Read who reports what; raises StoreUnavailable."""
+        self.see(await jobs.hosts(), time.monotonic())
+
     async def look(self, jobs: JobStore, after_s: float) -> None:
         """Read the other hosts' reports, and give up what was on those that are lost; called about every second.
 
         Raises:
             StoreUnavailable: nothing has changed.
         """
-        self.see(await jobs.hosts(), time.monotonic())
+        await self.read(jobs)
         self._looks += 1
         lost = self.lost(time.monotonic(), after_s)
         if not lost:

@@ -150,7 +150,7 @@ async def _restored_or_cold(attempt: Attempt, match: Match, manifest: Manifest) 
         await asyncio.to_thread(host.blame, manifest.id, error)
         model = host.model(claim.job.model)
         # A restore elsewhere beats a cold start here.
-        better = _elsewhere(host, claim, error) and host.fleet.restores(claim.job.model, model, claim.avoid)
+        better = await _elsewhere(host, claim, error) and host.fleet.restores(claim.job.model, model, claim.avoid)
         if model.on_restore_failure == "reject" or better:
             raise
         accounts.fell_back(host.tally, attempt.record, error)
@@ -292,7 +292,7 @@ async def _give_up(attempt: Attempt, error: RestorerError) -> None:
         await host.jobs.settle(claim, Outcome(OperationState.CANCELLED, str(error)), cancelled)
         accounts.failed(host.tally, cancelled, error)
         return
-    elsewhere = _elsewhere(host, claim, error)
+    elsewhere = await _elsewhere(host, claim, error)
     if elsewhere or (error.verdict.cls in _PASSING and claim.attempts < host.config.restorer.max_attempts):
         log.warning("start of %s failed, to be tried again%s: %s", claim.job.replica, " elsewhere" * elsewhere, error)
         if attempt.record.state is not State.QUEUED:
@@ -320,11 +320,17 @@ async def _give_up(attempt: Attempt, error: RestorerError) -> None:
     accounts.failed(host.tally, ended, error)
 
 
-def _elsewhere(host: Host, claim: Claim, error: RestorerError) -> bool:
-    """It failed for this host's sake, and is to be tried on another one."""
+async def _elsewhere(host: Host, claim: Claim, error: RestorerError) -> bool:
+    """It failed for this host's sake, and is to be tried on another one.
+
+    Raises:
+        StoreUnavailable: who else there is cannot be known.
+    """
     model, kind = host.model(claim.job.model), claim.job.kind
-    again = claim.anywhere and claim.attempts < host.config.restorer.max_attempts
-    return again and host.fleet.elsewhere(claim.job.model, model, error.verdict.cls, claim.avoid, kind)
+    if not claim.anywhere or claim.attempts >= host.config.restorer.max_attempts or error.verdict.cls == "cancelled":
+        return False
+    await host.fleet.read(host.jobs)
+    return host.fleet.elsewhere(claim.job.model, model, error.verdict.cls, claim.avoid, kind)
 
 
 def _no_other(host: Host, claim: Claim) -> str:
@@ -362,7 +368,7 @@ async def make_snapshot(host: Host, claim: Claim) -> None:
         raise
     except RestorerError as error:
         log.error("no snapshot of %s: %s", name, error)
-        if _elsewhere(host, claim, error):
+        if await _elsewhere(host, claim, error):
             await host.jobs.release(claim, 0.0, avoid=True)
             return
         outcome = Outcome(OperationState.FAILED, f"{error}{_no_other(host, claim)}", EXIT_FAILED)

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from typing import Any
 
+from policies import placement
 from policies.floor import Rates
 from policies.replica import Replica
 from policies.tracing import SPANS_KEPT, Span
@@ -148,12 +149,16 @@ class Worker:
                     self._begin(claim)
 
     async def _ranking(self) -> Ranking | None:
-        """Who may take which of the jobs that are there; None: there is nobody but this host."""
-        if self._host.fleet.alone:
+        """Who may take which of the jobs that are there; None: there is nobody but this host, which may take all."""
+        host = self._host
+        if host.fleet.alone and all(placement.named(model, host.name) for model in host.config.models.values()):
             return None
-        wanted = await self._host.jobs.open()
-        records = await self._host.jobs.replicas() if wanted else {}
-        return self._host.fleet.ranking(wanted, self._host.config, list(records.values()))
+        wanted = await host.jobs.open()
+        if not wanted:
+            return {}
+        # As they are now: by a second's old word a host would start cold what another could have restored.
+        await host.fleet.read(host.jobs)
+        return host.fleet.ranking(wanted, host.config, list((await host.jobs.replicas()).values()))
 
     def _look_again(self, in_s: float) -> None:
         """A job is left to another host until then."""

@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build"
 MODEL, COLD = "smollm2", "smollm2-cold"
 ROUNDS = 3
-START_S, OPERATION_S, REQUEST_S = 30.0, 1800.0, 900.0
+START_S, OPERATION_S, REQUEST_S = 120.0, 1800.0, 900.0
 
 console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
 
