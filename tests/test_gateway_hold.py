@@ -14,6 +14,7 @@ import pytest
 from conftest import eventually
 from fake_replica import ADMIN, CHAT, Exchange, Fleet, answer, completion, configuration, delta, replica_server, serving
 
+from gateway import link as link_module
 from gateway import report as report_module
 from policies.replica import Stage, State
 from policies.wire import GatewayReport
@@ -187,21 +188,14 @@ async def test_case_08_byte_budget_of_the_waiting_room(store, store_server):
         await eventually(lambda: served.counts() == (0, 0, 0))
 
 
-async def test_case_10_first_upstream_byte_within_50_ms_of_admission(store, store_server):
-    """Pushed, not polled. The least of several, for the machine is shared."""
-    delays = []
+async def test_case_10_first_upstream_byte_within_50_ms_of_admission(store, store_server, monkeypatch):
+    """Pushed, not polled: the only period in which a replica could be found otherwise never ends."""
+    monkeypatch.setattr(link_module, "REREAD_S", 3600.0)
     async with replica_server() as fake, serving(store_server) as served:
-        fleet = Fleet(store)
-        for _ in range(5):
-            request = asyncio.create_task(served.chat())
-            await eventually(lambda: served.held() == 1)
-            since = time.monotonic()
-            replica = await fleet.admit(fake)
-            await request
-            delays.append(time.monotonic() - since)
-            await fleet.change(replica, State.STOPPED)
-            await eventually(lambda: not served.gateway.registry.available("m"))
-    assert min(delays) < 0.05
+        request = asyncio.create_task(served.chat())
+        await eventually(lambda: served.held() == 1)
+        await Fleet(store).admit(fake)
+        assert (await request).status_code == 200
 
 
 async def test_case_18_restorer_dies_and_waiters_go_on_with_the_next_attempt(store, store_server):
