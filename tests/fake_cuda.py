@@ -22,6 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from restorer import cuda_loader
 from restorer.cuda_helper import CHECKPOINTED, LOCKED, RUNNING, DriverError, serve
 
 OUT_OF_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
@@ -119,6 +120,10 @@ class FakeDriver:
                 gpu["pids"].append(pid)
         return found
 
+    def used(self, pid: int) -> int:
+        """Bytes of device memory that a process has."""
+        return int(self._must(pid)["bytes"])
+
     def is_cuda(self, pid: int) -> bool:
         return self._load(pid) is not None
 
@@ -214,4 +219,5 @@ class FakeDriver:
 
 
 if __name__ == "__main__":
+    cuda_loader._PROBE_BYTES = 32 << 20
     serve(FakeDriver(Path(sys.argv[1])))

@@ -34,10 +34,7 @@ ELSEWHERE = {
     28: "CRIU's way with mounts is one for all snapshots: it runs inside the box and is told nothing of mounts; see case 12",
     43: "no engine gets a time namespace of ours, and one that makes its own is refused: test_restorer_obstacles",
     49: "no container runtime's hooks run at a restore: the box has the host's devices, and GPUs are found by the driver",
-    59: "GPUs of another topology: needs two of them, see deploy/bench/gpu.py",
-    61: "pinned memory's speed: measured on a GPU, see docs/benchmarks.md",
     66: "no handles of device memory outlive a restore: weights are handed over anew each time",
-    70: "one helper process holds the driver's context: restorer/cuda_helper.py, measured by deploy/bench/gpu.py",
     73: "nothing but weights is loaded anew: all else stays in the dump, and every weight has a fingerprint",
     80: "no container runtime's image format is in the way: CRIU's own files are the snapshot",
 }
