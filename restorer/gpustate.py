@@ -132,6 +132,7 @@ async def _awaken(
         await host.cuda.thaw(pids, pairs, within_s=_DRIVER_S)
     async with connect(instance) as client:
         with stages.timed("weights") as stage:
+            await instance.engine.rejoin(client)
             stage.bytes = sum(one.bytes for one in state.weights)
             stage.tier = await _return_weights(delivery, instance.engine, client, state.weights)
         with stages.timed("wake"):
@@ -306,6 +307,7 @@ async def _wake_donor(host: Host, donor: Instance, pids: Sequence[int], weights:
         await host.cuda.thaw(pids, [], within_s=_DRIVER_S)
         async with connect(donor) as client:
             delivery = _Delivery(host.cuda, [host.weights.files(one) for one in weights], [], [], [])
+            await donor.engine.rejoin(client)
             await _return_weights(delivery, donor.engine, client, weights)
             await donor.engine.wake(client)
     except RestorerError as error:

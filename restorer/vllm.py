@@ -66,7 +66,13 @@ class Vllm(HttpEngine):
 
     def settings(self) -> dict[str, str]:
         # The routes to sleep and to reach the workers are there in the server's development mode only; none leads outside.
-        return {"VLLM_SERVER_DEV_MODE": "1", **super().settings()} if self.apart or self.sleeps else super().settings()
+        added = {"VLLM_SERVER_DEV_MODE": "1"} if self.apart or self.sleeps else {}
+        if self.gpus > 1:
+            # Memory that is symmetric over GPUs is shared memory.
+            added["VLLM_ALLREDUCE_USE_SYMM_MEM"] = "0"
+        if self.model.engine.deterministic:
+            added["VLLM_BATCH_INVARIANT"] = "1"
+        return {**added, **super().settings()}
 
     def environment(self, private: Path, visible: Sequence[int] = ()) -> dict[str, str]:
         found = super().environment(private, visible)
@@ -81,6 +87,12 @@ class Vllm(HttpEngine):
         await self._each(client, "rewake_tidy", [], _SLEEP_S)
         expect(await self.post(client, "/sleep?level=2", None, _SLEEP_S))
         await self._until(client, asleep=True)
+        if self.gpus > 1:
+            await self._each(client, "rewake_part", [], _SLEEP_S)
+
+    async def rejoin(self, client: httpx.AsyncClient) -> None:
+        if self.apart and self.gpus > 1:
+            await self._each(client, "rewake_join", [], _SLEEP_S)
 
     async def wake(self, client: httpx.AsyncClient) -> None:
         if not self.apart:

@@ -6,8 +6,7 @@ Usage: gpu.py [--python PYTHON] [--model 7b=FOLDER …] [--steps …]      (root
 Needs an NVIDIA driver, CRIU, and vLLM in some Python. Without a folder, models have the shape of Qwen2.5 7B and 14B and
 weights that vLLM makes up, the same at each start. Prints tables and writes build/bench-gpu.json after each step; steps of a
 later call are added to it. A step that fails is noted there and printed, and the next one begins; so is one that is left out
-because the time is over. Talks to the product through its configuration, its HTTP API and its command line, and asks nvidia-smi
-what is left on the GPU.
+because the time is over. Talks to the product through its configuration and its HTTP API, and asks nvidia-smi what is left on the GPU.
 """
 
 from __future__ import annotations

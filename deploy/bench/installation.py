@@ -151,10 +151,10 @@ class Bench:
             self._reload({})
 
     def _reload(self, changes: dict[str, Any]) -> None:
-        argv = [sys.executable, str(ROOT / "rewake.py"), "reload", "-c", str(self._write(changes))]
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
-        if done.returncode != 0:
-            raise BenchError(f"`rewake reload` failed: {done.stdout}{done.stderr}")
+        self._write(changes)
+        answer = httpx.post(f"{self.base}/admin/v1/reload", headers=self._authorization(), timeout=70)
+        if answer.status_code != httpx.codes.OK:
+            raise BenchError(f"POST /admin/v1/reload answered {answer.status_code}: {answer.text}")
 
     def _write(self, changes: dict[str, Any]) -> Path:
         self._config.write_text(yaml.safe_dump(self.configuration(**changes), sort_keys=False))
