@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import secrets
 import time
@@ -22,6 +23,7 @@ from policies.manifest import Allocation, WeightsPart
 from restorer.engine import Body, HttpEngine, expect, field, parsed
 from restorer.errors import EngineNotReady, SnapshotError
 
+log = logging.getLogger("rewake.restorer")
 INSIDE = Path(__file__).with_name("inside")
 """Where engines find what of ours runs inside them."""
 _SLEEP_S = 60.0
@@ -147,6 +149,7 @@ class Vllm(HttpEngine):
     async def import_weights(self, client: httpx.AsyncClient, sources: Sequence[Body]) -> list[tuple[str, ...]]:
         expect(await self.post(client, "/wake_up?tags=weights", None, _SLEEP_S))
         found = await self._each(client, "rewake_import", sources, _TRANSFER_S)
+        log.info("%s: its weights took, by worker, in seconds: %s", self.name, [one.get("seconds") for one in found])
         return [tuple(map(str, one["fingerprints"])) for one in found]
 
     async def _each(self, client: httpx.AsyncClient, method: str, asked: Sequence[Body], seconds: float) -> list[dict[str, Any]]:

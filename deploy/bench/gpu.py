@@ -6,7 +6,8 @@ Usage: gpu.py [--python PYTHON] [--model 7b=FOLDER …] [--steps …]      (root
 Needs an NVIDIA driver, CRIU, and vLLM in some Python. Without a folder, models have the shape of Qwen2.5 7B and 14B and
 weights that vLLM makes up, the same at each start. Prints tables and writes build/bench-gpu.json after each step; steps of a
 later call are added to it. A step that fails is noted there and printed, and the next one begins; so is one that is left out
-because the time is over. Talks to the product through its configuration and its HTTP API, and asks nvidia-smi what is left on the GPU.
+because the time is over. Talks to the product through its configuration and its HTTP API, and asks nvidia-smi what is left
+on the GPU.
 """
 
 from __future__ import annotations
@@ -114,6 +115,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--model", action="append", default=[], metavar="7b=FOLDER", help="real weights for one of the models")
     parser.add_argument("--models", default="7b,14b", help="which of them to measure (default: %(default)s)")
     parser.add_argument("--steps", default=",".join(STEPS), help="default: %(default)s")
+    parser.add_argument("--canary-tokens", type=int, default=32, help="of each of two prompts (default: %(default)s)")
     parser.add_argument("--restores", type=int, default=10, help="restores in a row (default: %(default)s)")
     parser.add_argument("--swaps", type=int, default=3, help="times that each of two models gets the GPU")
     parser.add_argument("--swap-ways", default="parked,suspended,grouped", help="how the other one makes way (default: all)")

@@ -94,7 +94,7 @@ class Bench:
             "on_no_snapshot": "reject",
             "on_restore_failure": "reject",
             "snapshot": {"create": "manual", "rehearse": self.options.rehearse},
-            "canary": {"max_tokens": 32},
+            "canary": {"max_tokens": self.options.canary_tokens},
         }
 
     def configuration(self, **changes: Any) -> dict[str, Any]:
