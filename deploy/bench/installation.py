@@ -67,7 +67,7 @@ class Bench:
         served, folder = self.names[name], self.folders.get(name)
         more = () if folder else ("--load-format=dummy",)
         folder = folder or shapes.write(served, self.work / "models" / served)
-        caches = self.work / "caches" / name
+        caches = self.work / "caches" / (f"{name}-pair" if gpu.get("count", 1) > 1 else name)
         return {
             "engine": {
                 "kind": "vllm",
