@@ -201,11 +201,15 @@ async def _delivery(host: Host, box: Box, state: GpuState, placement: Placement)
     at_home = placement.uuids == state.used and not box.facts.get("moved")
     if files and at_home and twice <= placement.free_bytes and len(files) == len(placement.uuids):
         delivery.roomy = _awake_bytes(state) + largest + 2 * MARGIN_BYTES <= placement.free_bytes
+        # Read past it is what it could not keep for the next start.
+        direct = sum(weights.bytes for weights in state.weights) > memory()[1] // 2
         for rank, (uuid, parts) in enumerate(zip(placement.uuids, files, strict=True)):
             socket = f"weights-{rank}.sock"
             delivery.names.append(f"{box.id}-{rank}-{secrets.token_hex(4)}")
             delivery.sockets.append(box.mountpoint / socket)
-            load = host.cuda.load(delivery.names[-1], uuid, parts, box.private / socket, threads=_READERS, within_s=_LOAD_S)
+            load = host.cuda.load(
+                *(delivery.names[-1], uuid, parts, box.private / socket), threads=_READERS, direct=direct, within_s=_LOAD_S
+            )
             delivery.loads.append(asyncio.create_task(load))
     try:
         yield delivery

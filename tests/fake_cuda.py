@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import mmap
 import os
 import sys
 import time
@@ -83,7 +84,8 @@ class FakeBlock:
 
 class FakeStaging:
     def __init__(self, count: int) -> None:
-        self.view = memoryview(bytearray(count))
+        # Aligned, as pinned memory is.
+        self.view = memoryview(mmap.mmap(-1, count))
 
     def begin(self, block: FakeBlock, offset: int, count: int) -> None:
         os.pwrite(block.fd, self.view[:count], offset)

@@ -49,7 +49,7 @@ def found() -> Iterator[dict[str, Any]]:
             *("--swap-ways", "grouped", "--pair-try", "NCCL_DEBUG=WARN", "--output", str(place / "found.json")),
         ]
         environment = {**os.environ, "PATH": f"{commands}:{os.environ['PATH']}", "COLUMNS": "150"}
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=300, env=environment, check=False)
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=900, env=environment, check=False)
         print(done.stdout, done.stderr, (place / "work/up.log").read_text(), sep="\n")
         assert done.returncode == 0
         yield json.loads((place / "found.json").read_text())
@@ -86,7 +86,7 @@ def test_restore_case_70_one_helper_asks_for_all_processes(found: dict[str, Any]
 
 
 def test_two_models_swap_and_what_has_to_wait_is_resumed(found: dict[str, Any]) -> None:
-    assert {one["start"] for one in found["swap_grouped"]["rounds"]} <= {"restored", "resumed"}
+    assert [one["start"] for one in found["swap_grouped"]["rounds"]] == ["restored", "restored", "resumed", "resumed"]
     assert found["swap_grouped"]["failed"] == 0
 
 

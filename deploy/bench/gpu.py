@@ -13,6 +13,7 @@ on the GPU.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -29,7 +30,7 @@ import measures
 import rates
 import report
 import trials
-from installation import ROOT, Bench, BenchError, console
+from installation import ROOT, Bench, BenchError, between, console
 
 BUILD = ROOT / "build"
 STEPS = ("restore", "repeat", "disk", "other", "swap", "move", "pair", "driver", "another", "faults")
@@ -50,7 +51,7 @@ class Run:
         result["host"] = rates.host(bench.helper, bench.options.fill_mib << 20)
         result.pop("failed", None)
         result.pop("left_out", None)
-        with bench.installation():
+        with self._installation({"restore", "repeat", "disk", "other", "move", "pair", "swap"}):
             for name in names:
                 self._one("restore", partial(measures.restore, bench, name), "models", name)
                 self._one("repeat", partial(measures.repeat, bench, name), "models", name)
@@ -62,10 +63,16 @@ class Run:
                 self._one("pair", partial(trials.pair, bench), "pair")
             for key, changes in self._swaps().items():
                 self._one("swap", partial(self._swapped, changes), key)
-        self._one("driver", partial(measures.driver, bench, names[0]), "driver")
         self._one("another", partial(trials.another, bench, result.get("pair", {}).get("settings", "")), "another")
-        with bench.installation():
+        log = bench.work / "helper.jsonl"
+        log.unlink(missing_ok=True)
+        with self._installation({"driver", "faults"}, restorer={"gpu_helper": between(bench, "--log", str(log))}):
+            self._one("driver", partial(measures.driver, bench, names[0], log), "driver")
             self._one("faults", partial(trials.faults, bench), "faults")
+
+    def _installation(self, steps: set[str], **changes: Any) -> contextlib.AbstractContextManager[None]:
+        """One for some steps; none if none of them is wanted."""
+        return self._bench.installation(**changes) if steps & {*self._steps} else contextlib.nullcontext()
 
     def _swaps(self) -> dict[str, dict[str, Any]]:
         """The ways in which the model that has the GPU makes way."""
@@ -75,6 +82,8 @@ class Run:
         return {f"swap_{way}": ways[way] for way in self._bench.options.swap_ways.split(",")}
 
     def _swapped(self, changes: dict[str, Any]) -> dict[str, Any]:
+        for name in self._bench.names:
+            self._bench.manifest(name)
         with self._bench.changed(**changes):
             found = measures.swap(self._bench)
         # What is kept asleep in the host's memory is in nobody's way on the GPU.

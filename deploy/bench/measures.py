@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import rates
-from installation import Bench, BenchError, between, console
+from installation import Bench, BenchError, console
 
 
 def restore(bench: Bench, name: str) -> dict[str, Any]:
@@ -49,10 +49,12 @@ def repeat(bench: Bench, name: str) -> dict[str, Any]:
 
 def other(bench: Bench) -> dict[str, Any]:
     """Restored onto a GPU that another model has used meanwhile."""
-    before, between, after = (bench.restored(bench.names[name]) for name in ("7b", "14b", "7b"))
+    for name in bench.names:
+        bench.manifest(name)
+    before, second, after = (bench.restored(bench.names[name]) for name in ("7b", "14b", "7b"))
     if before["text"] != after["text"]:
         raise BenchError("after another model had the GPU, the answer was another")
-    return {"restore_s": round(after["seconds"], 3), "other_restore_s": round(between["seconds"], 3), "equal": True}
+    return {"restore_s": round(after["seconds"], 3), "other_restore_s": round(second["seconds"], 3), "equal": True}
 
 
 def swap(bench: Bench) -> dict[str, Any]:
@@ -90,23 +92,26 @@ def disk(bench: Bench, name: str) -> dict[str, Any]:
     return found
 
 
-def driver(bench: Bench, name: str) -> dict[str, Any]:
+def driver(bench: Bench, name: str, log: Path) -> dict[str, Any]:
     """What the driver and the helper took of one life: a restore and its end. One helper must have done all of it.
 
     A GPU's state is moved by the driver alone; how fast tells whether it has a fast way to the host's memory.
+
+    Args:
+        log: what stands between the restorer and its helper writes there.
     """
-    log = bench.work / "helper.jsonl"
-    log.unlink(missing_ok=True)
-    with bench.installation(restorer={"gpu_helper": between(bench, "--log", str(log))}):
-        manifest = bench.manifest(name)
-        bench.restored(bench.names[name])
-        bench.stop_all()
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
-    helpers = sum(line["op"] == "start" for line in lines)
+    manifest = bench.manifest(name)
+    bench.stop_all()
+    before = len(log.read_text().splitlines())
+    bench.restored(bench.names[name])
+    bench.stop_all()
+    every = [json.loads(line) for line in log.read_text().splitlines()]
+    lines = every[before:]
+    helpers = sum(line["op"] == "start" for line in every)
     if helpers != 1:
-        raise BenchError(f"{helpers} GPU helpers were started for one restore")
+        raise BenchError(f"{helpers} GPU helpers were started by one restorer")
     calls: dict[str, dict[str, Any]] = {}
-    for line in lines[1:]:
+    for line in lines:
         call = calls.setdefault(line["op"], {"calls": 0, "pids": 0, "first_s": round(line["seconds"], 4), "max_s": 0.0})
         call["calls"] += 1
         call["pids"] += line["pids"]
