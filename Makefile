@@ -22,7 +22,7 @@ export REWAKE_CLIENTS := $(abspath $(CLIENTS))
 export REWAKE_PROMETHEUS := $(abspath $(TOOLS)/bin/prometheus)
 
 .DEFAULT_GOAL := help
-.PHONY: help install runtime system prometheus dashboards test-dashboards criu runc llama-server clients chromium vllm model hf-model demo bench-gpu test test-deploy system-tools bench-held bench-gateway bench-restore peers compiled reference docs crash-matrix check clean
+.PHONY: help install runtime system prometheus dashboards test-dashboards criu runc llama-server clients chromium vllm model hf-model demo bench-gpu test test-deploy system-tools bench-held bench-door bench-gateway bench-restore peers compiled reference docs crash-matrix check clean
 
 help:  ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -107,6 +107,9 @@ test-dashboards: install criu llama-server model prometheus  ## A real Prometheu
 
 bench-held: install  ## What held requests cost, and whether they slow down models that serve.
 	$(BIN)/python deploy/bench/held.py $(BENCH_ARGS)
+
+bench-door: install  ## What a door to other hosts costs: CPU and latency. As root.
+	$(BIN)/python deploy/bench/door.py $(BENCH_ARGS)
 
 bench-restore: install criu llama-server model  ## How near restores come to what this host can do: floor, cold start, plain CRIU, clones.
 	$(BIN)/python deploy/bench/restore.py $(BENCH_ARGS)

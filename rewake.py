@@ -43,6 +43,7 @@ from restorer.commands import AsJson, ConfigFile, NoWait, Timeout, finish, model
 from restorer.console import print_json, print_start, print_table, when
 from restorer.errors import RestorerError
 from restorer.operator import DEFAULTS, FAILED, USAGE, Admin, Failed, load
+from restorer.probes import Finding
 from restorer.remains import ENGINE_LOG, Remains
 from restorer.up import Up, command, environment
 from restorer.why import cause
@@ -164,9 +165,16 @@ def doctor(config: ConfigFile = None, json_: AsJson = False) -> None:
     else:
         rows = [[finding.ok, finding.name, finding.found, finding.remedy] for finding in findings]
         print_table(["", "CHECK", "FOUND", "TO MEND"], rows)
+        print(_summed_up(findings))
         if host_only:
             print("No configuration file was found: only the host was checked, with default settings.")
     raise typer.Exit(FAILED if any(finding.ok == "fail" for finding in findings) else OK)
+
+
+def _summed_up(findings: Sequence[Finding]) -> str:
+    failed, warned = ([one.name for one in findings if one.ok == ok] for ok in ("fail", "warn"))
+    parts = [f"cannot work: {', '.join(failed)}"] * bool(failed) + [f"works with limits: {', '.join(warned)}"] * bool(warned)
+    return "; ".join(parts) or "everything works"
 
 
 for _each in (keys.key, journal_commands.journal, commands.reload, commands.restart, top.top, why.why, support.support):
@@ -187,7 +195,9 @@ def ps(
     if json_:
         return print_json(replicas)
     titles = ["REPLICA", "STATE", "START", "SNAPSHOT", "INFLIGHT", "ADDRESS", "INCARNATION", "SINCE", "REASON"]
-    print_table(titles, [_replica_row(replica) for replica in replicas])
+    print_table(titles, [_replica_row(replica) for replica in replicas], below="REASON", spare=("ADDRESS", "INCARNATION"))
+    if any(replica["reason"] for replica in replicas):
+        print("The line that decided, and what mends it: rewake why REPLICA", file=sys.stderr)
     if verbose:
         for replica in replicas:
             print_start(Replica.model_validate(replica))
@@ -226,6 +236,19 @@ def drain(replica: str, config: ConfigFile = None, no_wait: NoWait = False, time
     """Stop one REPLICA (model#slot, or an incarnation) once its requests have ended."""
     with Admin(load(config)[1]) as admin:
         finish(admin, admin.begin("drain", {"replica": admin.replica(replica)["id"]}), no_wait, timeout)
+
+
+@app.command()
+def move(
+    replica: str,
+    to: Annotated[str, typer.Option(metavar="HOST", help="The host that shall have it. Default: the best of the others.")] = "",
+    config: ConfigFile = None,
+    no_wait: NoWait = False,
+    timeout: Timeout = 3600.0,
+) -> None:
+    """Start REPLICA (model#slot, or an incarnation) anew on another host; once that serves, drain it where it is."""
+    with Admin(load(config)[1]) as admin:
+        finish(admin, admin.begin("move", {"replica": admin.replica(replica)["id"], "to": to}), no_wait, timeout)
 
 
 @app.command()

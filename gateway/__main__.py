@@ -28,6 +28,7 @@ from gateway.errors import StoreUnavailable
 from gateway.handover import Line, NoAnswer, listeners, notify
 from gateway.life import Life
 from gateway.reload import Rejected, Reloader
+from gateway.scraping import Scraping
 from gateway.settings import Settings, SettingsError
 from gateway.shared import share
 from gateway.store import Store, WrongSchema
@@ -51,25 +52,26 @@ def main(argv: list[str] | None = None) -> int:
     """Run one worker until SIGTERM or SIGINT."""
     logs.setup()
     try:
-        told, line, sockets = _told(argv)
+        told, line, sockets, metrics_at = _told(argv)
         folder = _metrics_folder(Path(told.config.run_dir))
         tracing.load(told.config)
         if os.geteuid() == 0:
             _drop_root(told.config.gateway.user, folder)
-        return uvloop.run(_serve(told, line, sockets, folder))
+        return uvloop.run(_serve(told, line, sockets, metrics_at, folder))
     except (SettingsError, WrongSchema, CertificateError, tracing.Missing) as error:
         print(f"gateway: {error}", file=sys.stderr)
         return 2
 
 
-def _told(argv: list[str] | None) -> tuple[Settings, Line | None, list[socket.socket]]:
-    """What the arguments say; the line to a supervisor, if there is one; the sockets to serve on."""
+def _told(argv: list[str] | None) -> tuple[Settings, Line | None, list[socket.socket], socket.socket | None]:
+    """What the arguments say; the line to a supervisor, if there is one; the sockets to serve on, and one for metrics alone."""
     parser = argparse.ArgumentParser("python -m gateway", description="One gateway worker.")
     parser.add_argument("--config", type=Path, required=True, help="the YAML file")
     parser.add_argument("--store", required=True, help="URL of the store: redis://, rediss:// or unix://")
     parser.add_argument("--admin-token-file", type=Path, required=True, help="file with the token of the admin API")
     parser.add_argument("--worker", type=int, default=0, help="number of this worker; workers share one port")
     parser.add_argument("--listen-fd", type=int, help="a bound socket to serve on, instead of one of our own")
+    parser.add_argument("--metrics-fd", type=int, help="the same for metrics.address")
     parser.add_argument("--control-fd", type=int, help="the line to a supervisor, which has the configuration")
     told = parser.parse_args(argv)
     line = None if told.control_fd is None else Line(told.control_fd)
@@ -79,10 +81,16 @@ def _told(argv: list[str] | None) -> tuple[Settings, Line | None, list[socket.so
     except (ValueError, OSError) as error:
         raise SettingsError(f"what this process was started with is not usable: {error}") from None
     found = settings.load(config=source, store_url=told.store, admin_token_file=told.admin_token_file, worker=told.worker)
-    return found, line, sockets or [_bind(found.config.gateway.host, found.config.gateway.port)]
+    gateway, metrics_at = found.config.gateway, None
+    if told.metrics_fd is not None:
+        os.set_inheritable(told.metrics_fd, False)
+        metrics_at = socket.socket(fileno=told.metrics_fd)
+    elif found.config.metrics.at is not None:
+        metrics_at = _bind(*found.config.metrics.at, "metrics.address")
+    return found, line, sockets or [_bind(gateway.host, gateway.port, "gateway.host or gateway.port")], metrics_at
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def _bind(host: str, port: int, setting: str) -> socket.socket:
     """A listening socket's address is taken here, as root if need be, and shared with the other workers."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
@@ -92,7 +100,7 @@ def _bind(host: str, port: int) -> socket.socket:
         listener.bind(address)
     except OSError as error:
         raise SettingsError(
-            f"cannot listen on {host}:{port}: {error.strerror or error}; change gateway.host or gateway.port, or stop what has it"
+            f"cannot listen on {host}:{port}: {error.strerror or error}; change {setting}, or stop what has it"
         ) from None
     return listener
 
@@ -130,7 +138,9 @@ def _drop_root(user: str, folder: Path) -> None:
     raise SettingsError("root was given up and could be regained; refusing to serve")
 
 
-async def _serve(told: Settings, line: Line | None, sockets: list[socket.socket], folder: Path) -> int:
+async def _serve(
+    told: Settings, line: Line | None, sockets: list[socket.socket], metrics_at: socket.socket | None, folder: Path
+) -> int:
     """Serve until a signal comes or a vital part dies; drain; say how it ended."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -142,6 +152,7 @@ async def _serve(told: Settings, line: Line | None, sockets: list[socket.socket]
     app = application.build(told, series, line)
     gateway, life = app[application.GATEWAY], app[server.LIFE]
     runner = server.Runner(app, gateway.serving.fast)
+    scraping = Scraping(gateway.gauges.show)
     hangup = _Hangup(gateway.reloader)
     loop.add_signal_handler(signal.SIGHUP, hangup)
     await runner.setup()
@@ -152,6 +163,8 @@ async def _serve(told: Settings, line: Line | None, sockets: list[socket.socket]
             tls = None if gateway.certificates is None else gateway.certificates.context
             await web.SockSite(runner, listener, backlog=_BACKLOG, ssl_context=tls).start()
             print(f"gateway {told.id} listening on {_url(listener, tls is not None)}", file=sys.stderr, flush=True)
+        if metrics_at is not None:
+            await scraping.start(metrics_at)
         if line is not None:
             line.ready(connected=gateway.link.connected.is_set())
         notify("READY=1")
@@ -159,6 +172,7 @@ async def _serve(told: Settings, line: Line | None, sockets: list[socket.socket]
         notify("STOPPING=1")
         await _drain(life, runner, sockets, gateway.current.config.gateway.drain_s)
     finally:
+        await scraping.stop()
         await runner.cleanup()
     return 1 if life.crashed.is_set() else 0
 

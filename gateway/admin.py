@@ -6,7 +6,7 @@ Bodies are validated here; the operations themselves are :mod:`gateway.operation
 from __future__ import annotations
 
 import hmac
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -15,6 +15,7 @@ from gateway import whereabouts
 from gateway.current import Current
 from gateway.errors import Busy, InvalidRequest, ModelNotFound, NotFound, Unauthorized
 from gateway.exchange import Call, Reply, reply
+from gateway.life import Handler
 from gateway.operations import Events, Operations, Outcome
 from gateway.overview import Overview, seconds
 from gateway.registry import Registry
@@ -22,8 +23,10 @@ from gateway.report import Reporter
 from gateway.store import Store
 from gateway.tasks import Tasks
 from gateway.why import Why
-from policies.replica import COMING, State
+from policies import placement
+from policies.replica import COMING, Replica, State
 from policies.tasks import MAX_LOG_LINES, Task, TaskKind
+from policies.wire import HostReport
 
 MAX_WAIT_S = 60.0
 MAX_BODY_BYTES = 64 << 10
@@ -52,6 +55,12 @@ class _Drain(_Body):
     replica: str
 
 
+class _Move(_Body):
+    replica: str
+    to: str = ""
+    """Host that shall have it; empty: the best of the others."""
+
+
 class _Task(_Body):
     kind: TaskKind
     host: str = ""
@@ -68,6 +77,7 @@ BODIES: Mapping[str, type[BaseModel]] = {
     "admin.scale_up": _ScaleUp,
     "admin.scale_down": _ScaleDown,
     "admin.drain": _Drain,
+    "admin.move": _Move,
     "admin.create_task": _Task,
 }
 """What each call takes, by its name in the table of routes."""
@@ -97,6 +107,25 @@ class Admin:
         self._tasks = Tasks(store, events)
         self._overview = overview
         self._why = Why(current, registry=registry, store=store)
+
+    def handlers(self) -> dict[str, Handler]:
+        """All of them, by their names in the table of routes."""
+        return {
+            "admin.overview": self.overview,
+            "admin.why": self.why,
+            "admin.models": self.models,
+            "admin.replicas": self.replicas,
+            "admin.hosts": self.hosts,
+            "admin.snapshots": self.snapshots,
+            "admin.create_snapshot": self.create_snapshot,
+            "admin.scale_up": self.scale_up,
+            "admin.scale_down": self.scale_down,
+            "admin.drain": self.drain,
+            "admin.move": self.move,
+            "admin.operation": self.operation,
+            "admin.create_task": self.create_task,
+            "admin.task": self.task,
+        }
 
     async def overview(self, call: Call) -> Reply:
         """Everything at a glance; ``?after=VERSION&wait=SECONDS`` (at most 30) answers when there is something new."""
@@ -177,6 +206,32 @@ class Admin:
         if outcome is None:
             raise NotFound(f"Replica {replica!r} is not admitted.")
         return _accepted(outcome)
+
+    async def move(self, call: Call) -> Reply:
+        """Start one on another host, and drain ``replica`` when that serves; 409 with every reason if no host can have it."""
+        self.authorize(call)
+        body = _parsed(_Move, call)
+        record = next((r for r in self._registry.replicas() if r.id == body.replica), None)
+        if record is None or record.model not in self._current.config.models:
+            raise NotFound(f"Replica {body.replica!r} is not admitted.")
+        to = self._target(record, body.to, await self._store.hosts())
+        outcome = await self._operations.move(record.model, record.id, to)
+        if outcome is None:
+            raise NotFound(f"Replica {body.replica!r} is not admitted.")
+        return _accepted(outcome)
+
+    def _target(self, record: Replica, to: str, reports: Sequence[HostReport]) -> str:
+        """The host that a replica moves to; raises InvalidRequest, NotFound or Busy if there is none."""
+        if to == record.host:
+            raise InvalidRequest(f"Replica {record.id!r} is on {to} already.", "invalid_request")
+        others = [one for one in reports if one.host != record.host and to in ("", one.host)]
+        if not others:
+            raise NotFound(f"No restorer reports from host {to!r}." if to else "No restorer reports from another host.")
+        spec = self._current.config.models[record.model]
+        lacking = placement.nobody(record.model, spec, others)
+        if lacking:
+            raise Busy(f"Replica {record.id!r} cannot be moved. {lacking}.")
+        return placement.ranking(record.model, spec, others, self._registry.replicas())[0].host
 
     async def operation(self, call: Call) -> Reply:
         """An operation; ``?wait=SECONDS`` (at most 60) answers when it has ended, or then."""

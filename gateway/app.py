@@ -25,6 +25,7 @@ from gateway.gauges import Gauges
 from gateway.handover import Line
 from gateway.hosts import Hosts
 from gateway.intake import Intake
+from gateway.knocking import Knocker
 from gateway.ledger import Ledger
 from gateway.life import Handler, Life
 from gateway.limits import Limits
@@ -81,6 +82,7 @@ class Gateway:
     registry: Registry
     link: Link
     reporter: Reporter
+    knocker: Knocker
     operations: Operations
     scaler: Scaler
     permits: Permits
@@ -115,7 +117,7 @@ def compose(settings: Settings, metrics: Metrics, line: Line | None = None) -> G
     ledger, registry, upstreams = Ledger(models, loop.time), Registry(models), Upstreams()
     link = Link(store, registry, models)
     operations = Operations(store, link, lambda model: Sharing.of(current.config, model))
-    reporter = Reporter(settings.id, store=store, ledger=ledger, registry=registry)
+    reporter, knocker = Reporter(settings.id, store=store, ledger=ledger, registry=registry), Knocker(store, registry)
     eta = Eta(registry, slots=lambda model: _slots(current, registry, reporter, model), clock=loop.time, random=random.uniform)
     scaler = Scaler(current, registry=registry, reporter=reporter, operations=operations, cost_s=eta.start_s)
     dead = metrics.succeed(settings.id)
@@ -136,13 +138,14 @@ def compose(settings: Settings, metrics: Metrics, line: Line | None = None) -> G
         registry=registry,
         link=link,
         reporter=reporter,
+        knocker=knocker,
         operations=operations,
         scaler=scaler,
         permits=permits,
         waitroom=waitroom,
         upstreams=upstreams,
         metrics=metrics,
-        gauges=_gauges(current, ledger, registry, link, reporter, Hosts(store), metrics),
+        gauges=Gauges(current, ledger, registry, link, reporter, Hosts(store), metrics, admin.authorize),
         serving=_serving(current, metrics, callers, ledger, registry, waitroom, upstreams, eta, life, tracer),
         admin=admin,
         overview=overview,
@@ -177,12 +180,6 @@ def _admin(
         events=link,
         overview=overview,
     )
-
-
-def _gauges(
-    current: Current, ledger: Ledger, registry: Registry, link: Link, reporter: Reporter, hosts: Hosts, metrics: Metrics
-) -> Gauges:
-    return Gauges(current, ledger=ledger, registry=registry, link=link, reporter=reporter, hosts=hosts, metrics=metrics)
 
 
 def _serving(
@@ -304,6 +301,7 @@ def _connect(gateway: Gateway, eta: Eta) -> None:
     gateway.link.on_debtor = gateway.callers.limits.indebted
     gateway.link.on_hint = gateway.overview.hinted
     reporter.waiting = waitroom.waiting
+    reporter.knocked = lambda: gateway.knocker.found
     permits.on_more = waitroom.pump_all
     scaler.on_trigger = triggered
     if tracer is not None:
@@ -360,21 +358,9 @@ def _own(gateway: Gateway) -> dict[str, Handler]:
         "models.get": models.get,
         "console.page": console.page,
         "console.asset": console.asset,
-        "admin.overview": admin.overview,
-        "admin.why": admin.why,
-        "admin.models": admin.models,
-        "admin.replicas": admin.replicas,
-        "admin.hosts": admin.hosts,
-        "admin.snapshots": admin.snapshots,
-        "admin.create_snapshot": admin.create_snapshot,
-        "admin.scale_up": admin.scale_up,
-        "admin.scale_down": admin.scale_down,
-        "admin.drain": admin.drain,
+        **admin.handlers(),
         "admin.reload": gateway.reloader.handle_reload,
         "admin.restart": gateway.reloader.handle_restart,
-        "admin.operation": admin.operation,
-        "admin.create_task": admin.create_task,
-        "admin.task": admin.task,
     }
 
 
@@ -383,7 +369,9 @@ async def _life(app: web.Application) -> AsyncIterator[None]:
     gateway = app[GATEWAY]
     jobs = (gateway.link.run(), gateway.reporter.run(), gateway.scaler.run(), gateway.gauges.run(), gateway.reloader.watch())
     traces = () if gateway.tracer is None else (gateway.tracer.run(gateway.store),)
-    gateway.life.start((*jobs, gateway.permits.run(), gateway.callers.limits.run(), gateway.serving.fast.run(), *traces))
+    gateway.life.start(
+        (*jobs, gateway.knocker.run(), gateway.permits.run(), gateway.callers.limits.run(), gateway.serving.fast.run(), *traces)
+    )
     gateway.callers.log.start()
     yield
     await gateway.life.stop()

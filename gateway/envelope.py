@@ -17,6 +17,7 @@ import msgspec
 from gateway.client import SPOKEN_FOR
 from gateway.errors import InvalidRequest, MissingModel
 from gateway.members import Buffer, Crowded, Repeated, members
+from gateway.structs import Peek
 
 Pairs = list[tuple[str, str]]
 BODILESS = (204, 304)
@@ -48,13 +49,6 @@ _EVENTS = "text/event-stream"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 _CLIENT_TIMEOUTS = ("x-stainless-read-timeout", "x-stainless-timeout")
 _ANSWER_MARGIN_S = 1.0
-
-
-class Peek(msgspec.Struct):
-    """The two fields of a request body that routing needs."""
-
-    model: str = ""
-    stream: bool | None = False
 
 
 _PEEK = msgspec.json.Decoder(Peek)

@@ -48,6 +48,7 @@ FAULTS: Mapping[str, str] = {
     "missing_model": "no model is named",
     "invalid_deadline": "`x-rewake-deadline-s` is no positive number of seconds",
     "invalid_http": "what arrived is not HTTP/1.1, or not framed properly",
+    "invalid_scheme": "plain HTTP was spoken to a port of HTTPS",
     "invalid_request": "the request contradicts itself, or a body of the admin API does not fit",
     "invalid_multipart": "the body is no proper form",
     "invalid_encoding": "the body is no whole, valid gzip",

@@ -1,28 +1,19 @@
 """How series are written for whoever scrapes them: Prometheus' text, or OpenMetrics with exemplars where that is asked for.
 
-An exemplar names one trace for a bucket of a histogram. Each worker shows those of its own requests: files that workers share
-have no room for them. Knows no series.
+Knows no series.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from prometheus_client import Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.samples import Exemplar
 
 from gateway.exchange import Reply
-
-
-class Bucket(NamedTuple):
-    """One bucket of one series."""
-
-    series: str
-    labels: tuple[str, ...]
-    """Their values, in the order of the series' labels."""
-    bound: str
+from gateway.exemplars import Bucket
 
 
 class Source(Protocol):

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 
 from gateway.current import Current
-from gateway.errors import Unauthorized
+from gateway.errors import NotFound, Unauthorized
 from gateway.exchange import Call, Reply
 from gateway.hosts import Hosts
 from gateway.ledger import Ledger
@@ -24,18 +25,22 @@ PERIOD_S = 1.0
 
 
 class Gauges:
-    """One per gateway process."""
+    """One per gateway process.
+
+    Args:
+        authorize: raises Unauthorized unless the call is an administrator's.
+    """
 
     def __init__(
         self,
         current: Current,
-        *,
         ledger: Ledger,
         registry: Registry,
         link: Link,
         reporter: Reporter,
         hosts: Hosts,
         metrics: Metrics,
+        authorize: Callable[[Call], None],
     ) -> None:
         self._current = current
         self._ledger = ledger
@@ -44,6 +49,7 @@ class Gauges:
         self._reporter = reporter
         self._hosts = hosts
         self._metrics = metrics
+        self._admin = authorize
         self._arrivals: dict[str, int] = {}
 
     async def run(self) -> None:
@@ -57,6 +63,16 @@ class Gauges:
             self._metrics.loop_lag.set(max(0.0, clock() - due))
 
     async def scrape(self, call: Call) -> Reply:
+        """All series, at the gateway's address.
+
+        Raises:
+            NotFound: metrics have an address of their own. Unauthorized: as :meth:`show`.
+        """
+        if self._current.config.metrics.at is not None:
+            raise NotFound("Metrics have an address of their own here: metrics.address.")
+        return await self.show(call)
+
+    async def show(self, call: Call) -> Reply:
         """All series, to whoever may see them.
 
         Raises:
@@ -71,8 +87,12 @@ class Gauges:
     def _authorize(self, call: Call) -> None:
         keys = self._current.config.metrics.keys
         scheme, _, key = (call.authorization or "").partition(" ")
-        if keys and not (scheme.lower() == "bearer" and key_hash(key.strip()) in keys):
-            raise Unauthorized("Metrics need `Authorization: Bearer KEY`.", headers={"WWW-Authenticate": "Bearer"})
+        if not keys or (scheme.lower() == "bearer" and key_hash(key.strip()) in keys):
+            return
+        try:
+            self._admin(call)  # who may do everything may read this too: `rewake support` does
+        except Unauthorized:
+            raise Unauthorized("Metrics need `Authorization: Bearer KEY`.", headers={"WWW-Authenticate": "Bearer"}) from None
 
     def observe(self) -> None:
         ledger, registry = self._ledger, self._registry

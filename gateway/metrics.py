@@ -14,12 +14,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
-from prometheus_client.samples import Exemplar
 
 from gateway.exchange import Reply
-from gateway.exposition import Bucket, Source, render
+from gateway.exemplars import Bucket, Exemplars
+from gateway.exposition import Source, render
 from gateway.shared import Shared
 from gateway.trail import Trail
+from gateway.version import data_path
 from policies.replica import Replica, State
 from policies.series import SECONDS
 from policies.wire import ModelLoad
@@ -73,7 +74,7 @@ class Metrics:
         self._ended: defaultdict[Ended, list[int]] = defaultdict(lambda: [0, 0, 0])
         self._first_bytes: defaultdict[tuple[str | None, str], Tally] = defaultdict(Tally)
         self._durations: defaultdict[tuple[str | None, str], Tally] = defaultdict(Tally)
-        self._exemplars: dict[Bucket, Exemplar] = {}
+        self._exemplars = Exemplars(None) if shared is None else Exemplars.shared(shared.folder, shared.place)
         self.gather: Callable[[], None] = lambda: None
         """Called before a flush: requests that have ended may still be waiting to be counted."""
         self._registry = CollectorRegistry()
@@ -146,7 +147,7 @@ class Metrics:
             return
         labels, at = (self.model(trail.model), label), bisect_left(SECONDS, seconds)
         bound = str(float(SECONDS[at])) if at < len(SECONDS) else "+Inf"
-        self._exemplars[Bucket(series, labels, bound)] = Exemplar({"trace_id": trail.trace.id}, seconds, time.time())
+        self._exemplars.note(Bucket(series, labels, bound), trail.trace.id, seconds, time.time())
 
     def waited(self, trail: Trail, outcome: str, seconds: float) -> None:
         """Count how long a request was held, and how that ended."""
@@ -174,6 +175,7 @@ class Metrics:
             for labels, tally in tallies.items():
                 tally.flush(series.labels(*labels))
             tallies.clear()
+        self._exemplars.flush()
 
     def _flush_ended(self, tenant: str, model: str, route: str, status: str, start: str, counts: list[int]) -> None:
         requests, prompt, completion = counts
@@ -220,7 +222,7 @@ class Metrics:
         """All series of all workers, and those of other sources, as ``accept`` asks for them."""
         self.flush()
         registry = self._registry if self._shared is None else self._shared.all()
-        return render((registry, *more), self._exemplars, accept)
+        return render((registry, *more), self._exemplars.all(), accept)
 
     def _traffic(self) -> None:
         self.requests = self._counter(
@@ -275,7 +277,10 @@ class Metrics:
         )
 
     def _process(self, version: str) -> None:
-        self._gauge("build_info", "Always 1.", ["version"], mode="livemax").labels(version).set(1)
+        info = self._gauge(
+            "build_info", "Always 1; data_path: compiled or interpreted.", ["version", "data_path"], mode="livemax"
+        )
+        info.labels(version, data_path()).set(1)
         self.config_last_reload_successful = self._gauge(
             "config_last_reload_successful", "1: the configuration was read.", mode="livemin"
         )

@@ -68,7 +68,7 @@ _MODELS = {
     "properties": {"object": {"const": "list"}, "data": {"type": "array", "items": {"$ref": "#/components/schemas/Model"}}},
 }
 _ANSWERS: Mapping[str, str] = {"models.list": "Models", "models.get": "Model"}
-_ACCEPTED = frozenset(("admin.create_snapshot", "admin.scale_up", "admin.scale_down", "admin.drain", "admin.create_task"))
+_ACCEPTED = frozenset(f"admin.{name}" for name in ("create_snapshot", "scale_up", "scale_down", "drain", "move", "create_task"))
 _WAITS = {"admin.operation": admin.MAX_WAIT_S, "admin.task": admin.MAX_WAIT_S, "admin.overview": overview.MAX_WAIT_S}
 _FIELDS = {"model": {"type": "string", "minLength": 1}, "stream": {"type": ["boolean", "null"]}}
 _HINT = {

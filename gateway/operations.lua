@@ -1,4 +1,4 @@
--- Scale-ups, scale-downs and snapshots: decided and written in one step, so that concurrent callers share one operation.
+-- Scale-ups, scale-downs, moves and snapshots: decided and written in one step, so that concurrent callers share one operation.
 --
 -- A model in a group needs a place in it: no more than group.members models have one at once. Who has a place is read off
 -- the records, starts and snapshots each time, so that none is ever lost; who waits for one is written down, in order, and
@@ -12,11 +12,12 @@
 --       6 :events          pubsub
 --       7 :group:{name}    hash    model -> Waiting
 --       8 :preloaded       set     models
--- ARGV  1 scale_up | preload | displace | scale_down | snapshot
+-- ARGV  1 scale_up | preload | displace | scale_down | move | snapshot
 --       2 JSON: model, operation (the id a new one gets), reason, target, replica, inflight (incarnation -> requests),
---         trace, ttl_s of a settled operation, the prefixes operation_key, job_key, host_jobs_key, starts_key, tenure_key, and
+--         trace, ttl_s of a settled operation, the prefixes operation_key, job_key, host_jobs_key, host_key, starts_key,
+--         tenure_key, and
 --         group (absent: in none): members, models, pinned, ttl_ms;   scale_up: yields
---         displace: model (who has to go), asker (who waits), min_tenure_ms, detail
+--         move: to (the host that shall have it);   displace: model (who has to go), asker (who waits), min_tenure_ms, detail
 -- Returns {verdict, operation as JSON or ""}; verdict: created | joined | refused (a failure stands) | missing (no such
 -- replica is admitted; it was preloaded before; nobody has to go) | crowded (no place; with who has one and who waits).
 
@@ -71,10 +72,11 @@ local function write_operation(kind, jobs)
   return text
 end
 
-local function write_job(kind, id, queue, replica, incarnation)
+local function write_job(kind, id, queue, replica, incarnation, replaces)
   local job = {
     id = id, kind = kind, model = args.model, operation = args.operation, reason = args.reason,
     replica = replica, incarnation = incarnation, detail = args.detail or '', trace = args.trace,
+    replaces = replaces,
   }
   redis.call('HSET', args.job_key .. id, 'record', cjson.encode(job), 'fence', 0, 'owner', '', 'attempts', 0)
   redis.call('ZADD', queue, now_ms, id)
@@ -270,15 +272,44 @@ local function preload()
   return answer
 end
 
+-- Start one on the host `to`, and leave it to the end of that start to have the old one stopped. The slot is a free one.
+local function move()
+  local alive, taken = records(), pairs_of(STARTS)
+  local record = alive[slot_of(args.replica)]
+  if not record or record.state ~= 'admitted' or stops(alive)[record.incarnation] then return { 'missing', '' } end
+  for _, id in pairs(taken) do
+    local job = cjson.decode(redis.call('HGET', args.job_key .. id, 'record') or '{}')
+    local old = job.replaces
+    if old and old ~= cjson.null and old.incarnation == record.incarnation then
+      return { 'joined', running(job.operation) or '' }
+    end
+  end
+  local slot = 0
+  while alive[slot] or taken[tostring(slot)] do slot = slot + 1 end
+  local id = args.operation .. '/' .. slot
+  local replaces = { replica = record.id, incarnation = record.incarnation, host = record.host }
+  write_job('start', id, args.host_jobs_key .. args.to, args.model .. '#' .. slot, '', replaces)
+  redis.call('HSET', STARTS, slot, id)
+  local text = write_operation('move', { id })
+  announce({ id })
+  return { 'created', text }
+end
+
+-- The first to go: what nobody may reach any more, then the idlest, then where there are most, so that hosts share what stays.
 local function scale_down()
   local alive = records()
+  local crowd = {}
+  for _, record in pairs(alive) do crowd[record.host] = (crowd[record.host] or 0) + 1 end
   local stopping, candidates, joined = stops(alive), {}, nil
   for slot, record in pairs(alive) do
     local chosen = args.replica == '' or args.replica == record.id
     if chosen and stopping[record.incarnation] then
       joined = stopping[record.incarnation]
     elseif chosen and record.state == 'admitted' then
-      candidates[#candidates + 1] = { slot = slot, record = record, load = args.inflight[record.incarnation] or 0 }
+      candidates[#candidates + 1] = {
+        slot = slot, record = record, load = args.inflight[record.incarnation] or 0, crowd = crowd[record.host],
+        reports = redis.call('EXISTS', args.host_key .. record.host),
+      }
     end
   end
   local excess = #candidates - (args.replica == '' and args.target or 0)
@@ -288,7 +319,9 @@ local function scale_down()
     return { 'created', write_operation('scale_down', {}) }
   end
   table.sort(candidates, function(a, b)
+    if a.reports ~= b.reports then return a.reports < b.reports end
     if a.load ~= b.load then return a.load < b.load end
+    if a.crowd ~= b.crowd then return a.crowd > b.crowd end
     return a.slot > b.slot
   end)
   local jobs = {}
@@ -330,6 +363,6 @@ local function snapshot()
 end
 
 local commands = {
-  scale_up = scale_up, preload = preload, displace = displace, scale_down = scale_down, snapshot = snapshot,
+  scale_up = scale_up, preload = preload, displace = displace, scale_down = scale_down, move = move, snapshot = snapshot,
 }
 return commands[ARGV[1]]()

@@ -156,6 +156,13 @@ class Operations:
         """
         return await self._run("scale_down", model, "admin", target=target, inflight=dict(inflight), replica=replica)
 
+    async def move(self, model: str, replica: str, to: str) -> Outcome | None:
+        """Start one on the host ``to`` and stop ``replica`` (a slot id) once that serves; None when it is not admitted, or stops.
+
+        Meanwhile there may be one more than the model's ``max_replicas``.
+        """
+        return await self._run("move", model, "admin", replica=replica, to=to)
+
     async def create_snapshot(self, model: str) -> Outcome:
         """Start a donor, capture it, publish the snapshot.
 

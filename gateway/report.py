@@ -37,6 +37,8 @@ class Reporter:
         self._writing = asyncio.Lock()
         self.waiting: Callable[[], Sequence[Held]] = lambda: ()
         """Some of the requests that are held here."""
+        self.knocked: Callable[[], Mapping[str, bool]] = dict
+        """incarnation -> whether it can be connected to from here, where its host does not say how it is."""
 
     @property
     def gateways(self) -> int:
@@ -110,6 +112,7 @@ class Reporter:
                 replicas=self._ledger.replicas(),
                 draining=self.draining,
                 waiting=tuple(self.waiting()),
+                knocked=self.knocked(),
             )
             try:
                 await self._store.report(report, suspicions, edge=edge)

@@ -135,6 +135,7 @@ TABLE: tuple[Route, ...] = (
     _admin("POST", "/scale-up", "admin.scale_up", "Start replicas"),
     _admin("POST", "/scale-down", "admin.scale_down", "Drain and stop replicas"),
     _admin("POST", "/drain", "admin.drain", "Drain and stop one replica"),
+    _admin("POST", "/move", "admin.move", "Start a replica on another host, then drain it here"),
     _admin("POST", "/reload", "admin.reload", "Read the configuration again"),
     _admin("POST", "/restart", "admin.restart", "Let successors take the workers' places"),
     _admin("GET", "/operations/{id}", "admin.operation", "Follow an operation"),

@@ -161,6 +161,11 @@ class Store:
         reports = [_decoded(HostReport, text) for _, text in sorted(found.items())]
         return [report for report in reports if report is not None]
 
+    async def silent(self) -> set[str]:
+        """Hosts that have reported and do not any more."""
+        _, gone = await self._members(self.keys.hosts, self.keys.host)
+        return set(gone)
+
     async def facts(self) -> Mapping[str, HostFacts]:
         """What each live restorer's host is."""
         found, _ = await self._members(self.keys.hosts, self.keys.facts)
@@ -258,6 +263,7 @@ class Store:
             "operation_key": keys.operation(""),
             "job_key": keys.job(""),
             "host_jobs_key": keys.host_jobs(""),
+            "host_key": keys.host(""),
             "starts_key": keys.starts(""),
             "tenure_key": keys.tenure(""),
         }

@@ -1,4 +1,4 @@
-"""The server's certificate: checked before it is used, and replaced without a pause.
+"""The server's certificate: checked before it is used, and replaced without a pause; who speaks plain HTTP to it is told so.
 
 Connections that are open keep the certificate that they began with; each handshake uses the one in force. Knows PEM texts, not
 where they are kept.
@@ -9,6 +9,12 @@ from __future__ import annotations
 import os
 import ssl
 from dataclasses import dataclass, field
+from typing import Any
+
+from gateway import errors
+
+_PLAIN = ("HTTP_REQUEST", "HTTPS_PROXY_REQUEST")
+"""What OpenSSL says of a handshake that began with an HTTP method."""
 
 
 class CertificateError(Exception):
@@ -51,8 +57,47 @@ class Certificates:
         connection.context = self._current
 
 
+class _Connection(ssl.SSLObject):
+    """One connection's TLS, which answers who speaks plain HTTP to it."""
+
+    outgoing: ssl.MemoryBIO
+    _answered = False
+
+    def do_handshake(self) -> None:
+        if self._answered:
+            raise ssl.SSLError("plain HTTP, and more of it")
+        try:
+            super().do_handshake()
+        except ssl.SSLError as error:
+            if error.reason not in _PLAIN:
+                raise
+            self.outgoing.write(_plain_http())
+            self._answered = True
+            # What has been written is sent before the client is waited for: it leaves, or the time for handshakes ends.
+            raise ssl.SSLWantReadError(ssl.SSL_ERROR_WANT_READ, "spoken to in plain HTTP") from None
+
+
+class _Context(ssl.SSLContext):
+    """What makes a :class:`_Connection` for each connection."""
+
+    sslobject_class = _Connection
+
+    def wrap_bio(self, incoming: ssl.MemoryBIO, outgoing: ssl.MemoryBIO, *args: Any, **options: Any) -> ssl.SSLObject:
+        made = super().wrap_bio(incoming, outgoing, *args, **options)
+        assert isinstance(made, _Connection)
+        made.outgoing = outgoing
+        return made
+
+
+def _plain_http() -> bytes:
+    answer = errors.render(errors.InvalidRequest("Plain HTTP was spoken to a port of HTTPS: use https://.", "invalid_scheme"))
+    head = {**answer.headers, "Content-Type": answer.content_type, "Content-Length": str(len(answer.body)), "Connection": "close"}
+    lines = "".join(f"{name}: {value}\r\n" for name, value in head.items())
+    return f"HTTP/1.1 {answer.status} Bad Request\r\n{lines}\r\n".encode() + answer.body
+
+
 def _context(pem: Pem) -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context = _Context(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
     # The ssl module reads files only; these exist in memory alone.

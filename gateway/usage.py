@@ -15,6 +15,8 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from gateway.structs import Counted
+
 _HEAD = 2 << 10
 _TAIL = 4 << 10
 """Bytes kept of a stream's beginning and end: Anthropic's API counts the prompt in its first event, all count in the last."""
@@ -34,14 +36,7 @@ _MOST = 10**9
 _DECODER = json.JSONDecoder()
 
 
-class _Flat(msgspec.Struct):
-    """An engine's usage object with nothing in it but numbers."""
-
-    prompt_tokens: int
-    completion_tokens: int
-
-
-_FLAT = msgspec.json.Decoder(_Flat)
+_FLAT = msgspec.json.Decoder(Counted)
 
 
 class Usage(NamedTuple):

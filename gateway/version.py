@@ -1,8 +1,10 @@
-"""Which version of the project this is. Knows nothing else."""
+"""Which version of the project this is, and in which of its two forms. Knows nothing else."""
 
 from __future__ import annotations
 
 from importlib import metadata
+
+from policies import fair
 
 
 def version() -> str:
@@ -11,3 +13,8 @@ def version() -> str:
         return metadata.version("rewake")
     except metadata.PackageNotFoundError:
         return "unpackaged"
+
+
+def data_path() -> str:
+    """``compiled`` or ``interpreted``: how the modules run that a plain request goes through."""
+    return "interpreted" if fair.__file__.endswith(".py") else "compiled"

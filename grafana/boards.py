@@ -142,7 +142,13 @@ def _life() -> Row:
                 "states",
                 width=12,
             ),
-            Panel("Versions", "Of gateways.", (Ask("count by (version) (rewake_build_info)", "{{version}}"),), "bars", width=12),
+            Panel(
+                "Versions",
+                "Of gateways, and whether their data path is compiled.",
+                (Ask("count by (version, data_path) (rewake_build_info)", "{{version}} {{data_path}}"),),
+                "bars",
+                width=12,
+            ),
         ),
     )
 

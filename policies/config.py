@@ -76,6 +76,8 @@ class Engine(Section):
     vLLM gets ``VLLM_BATCH_INVARIANT=1``, SGLang ``--enable-deterministic-inference``."""
     gpu: Gpu = Gpu()
     sleep: Sleep = Sleep()
+    hosts: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """The hosts that may run it, by name or pattern (``gpu-*``); none named: any."""
 
     @model_validator(mode="after")
     def _backend_fits(self) -> Engine:
@@ -242,7 +244,7 @@ class Store(Section):
     url: str | None = None
     """``redis://``, ``rediss://`` or ``unix://`` of a Redis; empty: ``rewake up`` runs an embedded one."""
     namespace: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")] = "rewake"
-    """Prefix of every key, so that one Redis can serve several installations: one for each host."""
+    """Prefix of every key, so that one Redis can serve several installations. All hosts of an installation have the same."""
 
 
 class Config(Section):

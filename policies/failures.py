@@ -33,11 +33,13 @@ class Verdict(BaseModel):
         return f"[{self.cls}] {self.evidence}; {self.remedy}"
 
 
-_FILE = "a file that the engine uses is not the donor's: bring that version back, or make a new snapshot"
+_CREATE = "make a new snapshot: `rewake snapshot create MODEL`"
+_FILE = f"a file that the engine uses is not the donor's: bring that version back, or {_CREATE}"
 _CPU = "this CPU lacks what the donor's has: restore on a host of the donor's kind"
 _KERNEL = "kernel or CRIU differ from the donor's: use the donor's versions"
-_IMAGE = "an image is short or damaged: remove the snapshot and make a new one"
+_IMAGE = f"an image is short or damaged: remove the snapshot, and {_CREATE}"
 _GPU = "its GPU state comes back broken each time: remove the snapshot and make a new one"
+_GPU_FULL = "the GPU's memory is too small for this engine as it is told to run, or something else has it: see nvidia-smi"
 
 
 class Signature(NamedTuple):
@@ -54,6 +56,8 @@ SIGNATURES: tuple[Signature, ...] = (
     # What the environment lacks comes first: everything after it fails for the same reason.
     _S(r"No space left on device|Disk quota exceeded", "environment", "free space on the disk of state_dir or in /dev/shm"),
     _S(r"Cannot allocate memory|Out of memory", "environment", "free memory, or run fewer replicas"),
+    _S(r"CUDA(?: error:)? out of memory|CUDA_ERROR_OUT_OF_MEMORY", "environment", _GPU_FULL),
+    _S(r"No available memory for the cache blocks", "environment", _GPU_FULL),
     _S(r"Too many open files", "environment", "raise the restorer's limit of open files (LimitNOFILE)"),
     _S(r"Can't fork for \d+: File exists", "transient", "a pid of the snapshot was taken; the next try gets another box"),
     _S(r"Can't bind \w+ socket|Address already in use", "transient", "an address was taken; the next try gets another box"),
@@ -77,8 +81,8 @@ SIGNATURES: tuple[Signature, ...] = (
 
 _REMEDIES: dict[Class, str] = {
     "host": "restore on a host that fits; `rewake snapshot ls` names every mismatch",
-    "snapshot": "remove the snapshot and make a new one",
-    "transient": "it is tried again",
+    "snapshot": f"remove the snapshot, and {_CREATE}",
+    "transient": "it is tried again by itself; if it goes on so, the engine's own log says why",
     "tool": "see the tool's last lines in the restorer's log; `rewake doctor` checks what this host lacks",
     "environment": "mend what is named; `rewake doctor` checks what this host lacks",
     "cancelled": "nothing to mend",

@@ -10,14 +10,26 @@ from pydantic import Field
 from policies.scalars import Count, Section
 from policies.tenancy import KeyHash
 
+Address = Annotated[str, Field(pattern=r"^([^\s:/]+|\[[0-9a-fA-F:.]+\]):\d{1,5}$")]
+"""``HOST:PORT``, ``[::1]:PORT``."""
 Endpoint = Annotated[str, Field(pattern=r"^https?://[^\s/]+(/\S*)?$")]
 
 
 class Metrics(Section):
     """The page that Prometheus scrapes."""
 
+    address: Address | None = None
+    """Where ``/metrics`` is served, such as ``10.0.0.5:9464``: by plain HTTP, nothing else beside it, and not at the gateway's
+    own address. None: there."""
     keys: tuple[KeyHash, ...] = ()
-    """Hashes of the keys that ``GET /metrics`` needs (``rewake key`` makes one); none: everybody may read it."""
+    """Hashes of the keys that ``GET /metrics`` needs (``rewake key`` makes one), if not the admin token. None: everybody may
+    read it."""
+
+    @property
+    def at(self) -> tuple[str, int] | None:
+        """Host and port of the address, if there is one."""
+        host, _, port = (self.address or "").rpartition(":")
+        return (host.strip("[]"), int(port)) if port else None
 
 
 class Tracing(Section):

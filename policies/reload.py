@@ -26,6 +26,7 @@ _RESTART = (
     ("restorer", "expose"),
     ("restorer", "parallel_starts"),
     ("store",),
+    ("metrics", "address"),
     ("tracing",),
     ("state_dir",),
     ("run_dir",),

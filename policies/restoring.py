@@ -56,6 +56,9 @@ class Restorer(Section):
     max_attempts: Count = 3
     """Tries of one job before its failure is final."""
     quarantine: Quarantine = Quarantine()
+    lost_after_s: Annotated[float, Field(ge=6, allow_inf_nan=False)] = 10.0
+    """A host that has not reported for so long, and whose replicas no gateway can connect to, is lost: others start anew what
+    was there. At least 6."""
     failure_backoff_s: PositiveSeconds = 30.0
     """After a final failure the model answers 503 for this long before it is tried again."""
 

@@ -28,6 +28,22 @@ class Retention(Section):
     """The newest usable snapshot of each model stays, whatever its age and the budget."""
 
 
+class RemoteRetention(Retention):
+    """Which copies a remote keeps. `rewake snapshot gc --remote NAME` goes by it when it is run; nothing goes by itself."""
+
+    keep_last: Count | None = None
+    """Copies of the same model and settings that are kept, the newest; none: all."""
+    max_age_s: PositiveSeconds | None = None
+    """A copy of a snapshot older than this goes."""
+    max_bytes: Bytes | None = None
+    """What copies may come to: beyond it the oldest go. Counted as the snapshots are on a host's disk, so less is stored."""
+    grace_s: Seconds = 86400.0
+    """Nothing goes that was pushed less than so long ago; and what a removed copy is made of, or one that was half pushed, stays
+    so long for whoever is pulling it or goes on pushing."""
+    spare_newest: bool = True
+    """The newest copy of each model stays, whatever its age and the budget."""
+
+
 @dataclass(frozen=True, slots=True)
 class Kept:
     """A snapshot as far as its keeping is concerned."""
@@ -38,10 +54,10 @@ class Kept:
     """Digest of the settings it was made with."""
     created_ms: int
     since_ms: int
-    """When it came to this host."""
+    """When it came to where it is kept."""
     bytes: int
     usable: bool
-    """It could be restored here and now."""
+    """It could be restored here and now; of a copy elsewhere nobody can say that it could not."""
     quarantined: bool = False
     in_use: bool = False
     weights: Mapping[str, int] = field(default_factory=dict)

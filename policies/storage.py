@@ -8,6 +8,7 @@ from typing import Annotated
 
 from pydantic import Field, field_validator, model_validator
 
+from policies.retention import RemoteRetention
 from policies.scalars import Bytes, PositiveSeconds, Section
 
 _SECRET = re.compile(r"secret|token(?!ize)|password|access_key|account_key|master_key|sas_|service_account_key", re.IGNORECASE)
@@ -17,8 +18,9 @@ class Remote(Section):
     """One place for copies: a bucket, a container or a folder that several hosts see."""
 
     url: Annotated[str, Field(pattern=r"^(s3|gs|az)://[^/?#]+|^file:///")]
-    """``s3://BUCKET/PREFIX``, ``gs://BUCKET/PREFIX``, ``az://ACCOUNT/CONTAINER/PREFIX``, or ``file:///FOLDER``, mounted.
-    Credentials come from the environment of ``rewake`` (such as AWS_ACCESS_KEY_ID) or the machine's own role, never from here."""
+    """``s3://BUCKET/PREFIX``, ``gs://BUCKET/PREFIX``, ``az://CONTAINER/PREFIX``, or ``file:///FOLDER``, mounted.
+    Credentials come from the environment of ``rewake`` (such as AWS_ACCESS_KEY_ID) or the machine's own role, never from here;
+    so does Azure's account (AZURE_STORAGE_ACCOUNT_NAME), or from ``settings`` (``account_name``)."""
     settings: Mapping[str, str] = {}
     """Further settings of the object store by obstore's names, such as ``endpoint`` or ``region``; no secrets."""
     env: Mapping[str, str] = {}
@@ -33,6 +35,8 @@ class Remote(Section):
     """Requests at a time."""
     timeout_s: PositiveSeconds = 60.0
     """How long one request may take, its repetitions included."""
+    retention: RemoteRetention = RemoteRetention()
+    """Which copies are kept."""
 
     @field_validator("settings")
     @classmethod

@@ -52,6 +52,7 @@ class Unfit(_Record):
     id: str
     host: str
     reason: str
+    """A line for each."""
 
 
 class Story(_Record):
@@ -103,7 +104,7 @@ def tell(
         replicas=tuple(mine),
         tries=tries,
         unfit=tuple(
-            Unfit(id=one.id, host=host.host, reason=one.quarantined or "; ".join(one.mismatches))
+            Unfit(id=one.id, host=host.host, reason=one.quarantined or "\n".join(one.mismatches))
             for host in hosts
             for one in host.snapshots
             if one.model == model and not one.fits
@@ -130,6 +131,6 @@ def _try(trail: Trail) -> Try:
         step=f"in {broken.name!r}" if broken is not None else trail.last,
         fault="" if verdict is None else verdict.cls,
         quote=verdict.evidence if verdict is not None else said.split("\n", 1)[0],
-        remedy="" if verdict is None else verdict.remedy,
+        remedy="" if verdict is None else verdict.remedy.replace("MODEL", trail.model),
         said=said,
     )

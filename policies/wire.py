@@ -6,12 +6,12 @@
     :schema                       string  SCHEMA; a process refuses another number     first process
     :seq                          int     position of the latest replica write         restorer (inside Lua)
     :fence                        int     number of the latest claim                   restorer (inside Lua)
-    :replicas                     hash    replica id -> Replica                        restorer holding its fence
+    :replicas                     hash    replica id -> Replica                        restorer holding its fence, or burying
     :operation:{id}               string  Operation, expires a day after its end       gateway creates, restorer settles
     :active:{model}               string  id of the model's running scale-up           gateway (Lua), restorer (Lua)
     :job:{id}                     hash    record (Job), fence, owner, attempts         gateway creates, restorer settles
     :jobs                         zset    job id -> ms (store clock) claimable from    gateway adds, restorer moves
-    :jobs:{host}                  zset    the same, for one host's restorer            gateway adds, restorer moves
+    :jobs:{host}                  zset    the same, for one host: stops, moves to it   gateway adds, restorer moves
     :starts:{model}               hash    slot -> job id of each start not settled     gateway (Lua), restorer (Lua)
     :stages:{model}               hash    StageKey.field -> JSON list of its seconds   restorer
     :group:{name}                 hash    model -> Waiting: who waits for a place      gateway (Lua)
@@ -181,6 +181,14 @@ Reason = Literal["demand", "admin", "keep", "schedule", "preload", "group"]
 """Why work was asked for; ``group``: to make room for another model. Only ``demand`` is cancelled when the demand is gone."""
 
 
+class Replaced(_Record):
+    """A replica that moves to another host."""
+
+    replica: str
+    incarnation: str
+    host: str
+
+
 class Job(_Record):
     """One unit of a restorer's work. Its id is ``operation/slot``."""
 
@@ -197,6 +205,8 @@ class Job(_Record):
     """STOP only: why, in words that the replica's record keeps."""
     trace: str = ""
     """``traceparent`` of the operation, when somebody traces it."""
+    replaces: Replaced | None = None
+    """START only: what is stopped once this one is admitted."""
 
 
 class OperationState(enum.StrEnum):
@@ -207,10 +217,10 @@ class OperationState(enum.StrEnum):
 
 
 class Operation(_Record):
-    """One scale-up, scale-down or snapshot, as a caller follows it. A repeated call while it runs gets the same id."""
+    """One scale-up, scale-down, snapshot or move, as a caller follows it. A repeated call while it runs gets the same id."""
 
     id: str
-    kind: Literal["scale_up", "scale_down", "snapshot"]
+    kind: Literal["scale_up", "scale_down", "snapshot", "move"]
     model: str
     reason: Reason
     state: OperationState
@@ -289,6 +299,8 @@ class GatewayReport(_Record):
     draining: bool = False
     waiting: tuple[Held, ...] = ()
     """The first MAX_WAITING of those that are held; their number is in ``models``."""
+    knocked: Mapping[str, bool] = {}
+    """incarnation -> whether this gateway could connect to it a moment ago, of each whose host does not report."""
 
 
 class SnapshotSummary(_Record):
@@ -320,6 +332,21 @@ class HostReport(_Record):
     snapshots: tuple[SnapshotSummary, ...]
     running: int
     parallel_starts: int
+    starting: int = 0
+    """Starts and snapshots under way, of ``parallel_starts``."""
+    models: tuple[str, ...] | None = None
+    """Those of its configuration."""
+    resting: tuple[str, ...] = ()
+    """Models of which an engine sleeps in its memory, to be resumed."""
+    gpus: int = 0
+    free_gpus: int = 0
+    """Those that no box has."""
+    pulls: bool = False
+    """Starts may pull snapshots from a remote."""
+    obstacles: Mapping[str, str] = {}
+    """Each backend that cannot make or restore snapshots here, and why."""
+    place: str = ""
+    """Which restorer this is, among several that may have been given one name."""
     backends: Mapping[str, str] = {}
     """Each backend that a model here uses, and what it has found: its tools, or what is missing."""
     gauges: Mapping[str, float] = {}

@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from typing import NamedTuple, TypeVar
 
 from policies import floor
+from policies.compat import Mismatch
 from policies.replica import Replica
 from policies.wire import JobKind, SnapshotSummary
 from restorer.doors import Doors
@@ -85,6 +86,15 @@ def faulty(tally: Tally, model: str, kind: str, faults: Iterable[T]) -> list[T]:
     return found
 
 
+def distrusted(tally: Tally, model: str, refused: Mapping[str, Iterable[Mismatch]]) -> None:
+    """Count what a start was refused for a snapshot's signature, or because others could have changed it."""
+    for mismatch in (one for found in refused.values() for one in found):
+        # An owner's fault is filed under the path.
+        kind = "owner" if mismatch.field.startswith("/") else mismatch.field
+        if kind in ("owner", "signature"):
+            tally.inc("snapshot_faults", model, kind)
+
+
 @contextmanager
 def compared(tally: Tally, model: str) -> Iterator[None]:
     """Count what the canary of a restored engine says."""
@@ -151,7 +161,7 @@ def _begin(tally: Tally, models: Iterable[str]) -> None:
     for model in filter(tally.first, models):
         for result in ("equal", "different", "failed"):
             tally.inc("canary", model, result, by=0)
-        for fault in ("bytes", "file", "weights", "signature"):
+        for fault in ("bytes", "file", "weights", "signature", "owner"):
             tally.inc("snapshot_faults", model, fault, by=0)
         tally.inc("captures", model, "published", by=0)
 

@@ -7,10 +7,13 @@
     snapshots/<model>/<id>/chunks                the list of a snapshot's chunks
     snapshots/<model>/<id>/signatures/<key>.sig
     snapshots/<model>/<id>/manifest              the commit marker, put last, and only if there is none
+    snapshots/<model>/<id>/removed               in its place after a removal, for as long as the content is kept
     weights/<digest>/chunks, index               a weights set; the index is its commit marker
+    leases/                                      who pushes and who sweeps just now (:mod:`restorer.leases`)
 
 All but rewake.json is wrapped by :mod:`restorer.sealing`. Invariants: a manifest must be put only after everything that it
-names, and everything named must be durable then; what has no manifest is no snapshot; an object is never changed.
+names, and everything named must be durable then; what has no manifest is no snapshot; an object is never changed; a manifest
+must be gone, and that durable, before anything that it names is removed.
 
 Knows names and wrapping; what is copied when is decided by :mod:`restorer.transfer`.
 """
@@ -18,6 +21,7 @@ Knows names and wrapping; what is copied when is decided by :mod:`restorer.trans
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import re
@@ -40,6 +44,7 @@ from restorer.weights import digest_of
 _MARK, _FORMAT = "rewake.json", 1
 _MANIFEST = re.compile(r"snapshots/([0-9a-f]{16})/([0-9a-f]{16})/manifest")
 _MANIFEST_BYTES, _LIST_BYTES, _SIGNATURE_BYTES, _SIGNATURES = 64 << 20, 256 << 20, 4096, 32
+MANIFEST, REMOVED = "manifest", "removed"
 _HEAD_BYTES = 64
 """More than wrapping ever adds."""
 
@@ -106,11 +111,11 @@ class Catalog:
 
     async def has_chunk(self, id: str) -> bool:
         """Whether a chunk is there."""
-        return await self.remote.has(self._chunk(id))
+        return await self.remote.has(self.chunk_path(id))
 
     async def put_chunk(self, id: str, data: bytes, *, create: bool) -> int:
         """Store a chunk; the bytes that this took there, 0 if it was there already (and ``create``)."""
-        path = self._chunk(id)
+        path = self.chunk_path(id)
         blob = await asyncio.to_thread(self.seal.wrap, path, data)
         return len(blob) if await self.remote.put(path, blob, create=create) else 0
 
@@ -120,7 +125,7 @@ class Catalog:
         Raises:
             SnapshotError: it is not there, or damaged, or of another key.
         """
-        path = self._chunk(chunk.name)
+        path = self.chunk_path(chunk.name)
         blob = await self._got(path, chunk.size + _HEAD_BYTES)
         return await asyncio.to_thread(self._open, path, blob, chunk.size), len(blob)
 
@@ -148,13 +153,16 @@ class Catalog:
             raise SnapshotError(f"{what} in {self.what}; `rewake snapshot ls --remote {self.remote.name}` lists them")
         return fits[0]
 
-    async def manifest(self, copy: Copy) -> Manifest:
+    async def manifest(self, copy: Copy, name: str = MANIFEST) -> Manifest:
         """A snapshot's manifest.
+
+        Args:
+            name: :data:`REMOVED`: that of one that was removed.
 
         Raises:
             SnapshotError: it is damaged, or not that of this id.
         """
-        path = f"{copy.folder}/manifest"
+        path = f"{copy.folder}/{name}"
         data = self._open(path, await self._got(path, _MANIFEST_BYTES), _MANIFEST_BYTES)
         try:
             manifest = Manifest.model_validate_json(data)
@@ -194,20 +202,33 @@ class Catalog:
             # Not only if there is none: a push that was cut off may have been of a damaged list.
             await self.remote.put(path, await asyncio.to_thread(self.seal.wrap, path, data), create=False)
         await self.remote.settle()
-        path = f"{folder}/manifest"
+        path = f"{folder}/{MANIFEST}"
         made = await self.remote.put(path, self.seal.wrap(path, canonical(manifest)), create=create)
         await self.remote.settle()
         return made
 
     async def has(self, manifest: Manifest) -> bool:
         """Whether this snapshot is there whole."""
-        return await self.remote.has(f"{self.folder(manifest)}/manifest")
+        return await self.remote.has(f"{self.folder(manifest)}/{MANIFEST}")
+
+    async def withdraw(self, copy: Copy) -> None:
+        """Make a snapshot none any more. What it is made of stays for who pulls it just now, until a sweep after a while.
+
+        One whose manifest is damaged leaves no word of what it named, and so nothing stays for its sake.
+        """
+        with contextlib.suppress(SnapshotError):
+            path = f"{copy.folder}/{REMOVED}"
+            manifest = await self.manifest(copy)
+            await self.remote.put(path, self.seal.wrap(path, canonical(manifest)), create=False)
+            await self.remote.settle()
+        await self.remote.remove(f"{copy.folder}/{MANIFEST}")
+        await self.remote.settle()
 
     # ------------------------------------------------------------ weights
 
     async def weights(self, digest: str) -> tuple[Weights, bytes] | None:
         """(a weights set, the list of its parts' chunks); None: it is not there."""
-        path = f"weights/{self.seal.name('weights', digest)}"
+        path = self.weights_folder(digest)
         blob = await self.remote.get(f"{path}/index", _MANIFEST_BYTES)
         if blob is None:
             return None
@@ -221,7 +242,7 @@ class Catalog:
 
     async def publish_weights(self, weights: Weights, listed: bytes) -> None:
         """Put the list of a set's chunks, make all that was put durable, and put its index."""
-        path = f"weights/{self.seal.name('weights', weights.digest)}"
+        path = self.weights_folder(weights.digest)
         await self.remote.put(f"{path}/chunks", self.seal.wrap(f"{path}/chunks", listed), create=False)
         await self.remote.settle()
         await self.remote.put(f"{path}/index", self.seal.wrap(f"{path}/index", canonical(weights)), create=False)
@@ -232,12 +253,17 @@ class Catalog:
         """Where a snapshot lies."""
         return f"snapshots/{self._model(manifest.profile.model)}/{manifest.id}"
 
-    def _model(self, model: str) -> str:
-        return self.seal.name("model", hashlib.sha256(model.encode()).hexdigest())[:16]
+    def weights_folder(self, digest: str) -> str:
+        """Where a weights set lies."""
+        return f"weights/{self.seal.name('weights', digest)}"
 
-    def _chunk(self, id: str) -> str:
+    def chunk_path(self, id: str) -> str:
+        """Where a chunk lies."""
         name = self.seal.name("chunk", id)
         return f"chunks/{name[:2]}/{name}"
+
+    def _model(self, model: str) -> str:
+        return self.seal.name("model", hashlib.sha256(model.encode()).hexdigest())[:16]
 
     def _open(self, path: str, blob: bytes, most: int) -> bytes:
         try:

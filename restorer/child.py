@@ -55,6 +55,8 @@ class Child:
     """Lines that contain this are not passed on."""
     listener: socket.socket | None = None
     """A bound socket; its number is added to the arguments as ``--listen-fd``."""
+    metrics: socket.socket | None = None
+    """Another, as ``--metrics-fd``."""
     talk: Talk | None = None
     """It gets a line to us, as ``--control-fd``."""
 
@@ -149,7 +151,11 @@ def _spawn(child: Child, control: socket.socket | None) -> tuple[subprocess.Pope
             fds.append(os.open(child.program, os.O_RDONLY | os.O_CLOEXEC))
             stack.callback(os.close, fds[1])
             argv = (f"/proc/self/fd/{fds[1]}", *argv[1:])
-        for option, passed in (("--listen-fd", child.listener), ("--control-fd", control)):
+        for option, passed in (
+            ("--listen-fd", child.listener),
+            ("--metrics-fd", child.metrics),
+            ("--control-fd", control),
+        ):
             if passed is not None:
                 fds.append(passed.fileno())
                 argv = (*argv, option, str(passed.fileno()))

@@ -13,6 +13,7 @@ while the bytes are read once. Knows nothing of where snapshots or copies are ke
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from blake3 import blake3
 
 from policies.manifest import ChunkIndex, Manifest
 from restorer.errors import SnapshotError
-from restorer.files import HOLE_BYTES, PAGE
+from restorer.files import HOLE_BYTES, PAGE, read_data
 
 FILE = "chunks"
 """Name of the list in a snapshot's folder."""
@@ -142,6 +143,21 @@ class Cutter:
     def finish(self) -> dict[Path, tuple[Chunk, ...]]:
         """The chunks of every file that was read."""
         return {path: chunker.finish() for path, chunker in self._chunkers.items()}
+
+
+def cut(folder: Path, names: Sequence[str]) -> dict[str, tuple[Chunk, ...]]:
+    """The chunks of files that have no list: read once more. Blocks."""
+    cutter = Cutter()
+    for name in names:
+        fd = os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            tap = cutter.tap(folder / name)
+            for at, piece in read_data(fd, os.fstat(fd).st_size):
+                tap(at, piece)
+        finally:
+            os.close(fd)
+    found = cutter.finish()
+    return {name: found[folder / name] for name in names}
 
 
 def encode(chunks: Chunks) -> tuple[bytes, ChunkIndex]:

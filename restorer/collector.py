@@ -19,6 +19,7 @@ from restorer import holds
 from restorer.errors import Environment, InUse, RestorerError, SnapshotError
 from restorer.host import Host, log
 from restorer.integrity import MANIFEST
+from restorer.sharing import Sharer
 from restorer.snapshots import SnapshotStore
 from restorer.weights import WeightsStore
 
@@ -41,10 +42,13 @@ class Collected:
 
 async def run(host: Host) -> None:
     """A round each minute, for as long as it is not cancelled; beside all else, since large files take their time to go."""
+    sharer = await asyncio.to_thread(Sharer, host.snapshots)
     while True:
         await asyncio.sleep(_EVERY_S)
         try:
             _report(await asyncio.to_thread(collect_on, host))
+            for id, size in (await asyncio.to_thread(sharer.round)).items():
+                log.info("snapshot %s shares %d bytes on the disk with others", id, size)
         except (OSError, RestorerError) as error:
             log.warning("snapshots could not be looked through for what may go: %s", error)
 

@@ -21,6 +21,8 @@ from policies.manifest import GpuState
 from policies.replica import Replica, Stage
 
 _SAY_S = 10.0
+_SHORT = 24
+"""Of a cell that is not folded."""
 
 
 def when(ms: int) -> str:
@@ -49,8 +51,15 @@ def print_json(document: object) -> None:
     print(json.dumps(document, indent=2, ensure_ascii=False))
 
 
-def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table that fits the terminal; elsewhere every row is one line, however long."""
+def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, below: str = "", spare: Sequence[str] = ()) -> None:
+    """A table that fits the terminal; elsewhere every row is one line, however long.
+
+    No cell is cut: what is short stays in one piece, to be copied, and what is long is folded.
+
+    Args:
+        below: the title of a column that a terminal has no room for: what is in it is said below the table, row by row.
+        spare: titles of columns that a narrow terminal does without, the first one first.
+    """
     console = _console()
     if not console.is_terminal:
         lines = [[cell.replace("\n", "; ") for cell in row] for row in (titles, *rows)]
@@ -58,10 +67,23 @@ def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         for line in lines:
             print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
         return
-    table = Table(*titles, box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    wide = {title: max([len(title), *(len(row[at]) for row in rows)]) for at, title in enumerate(titles)}
+    left = [title for title in titles if title != below]
+    for title in spare:
+        if sum(wide[one] + 2 for one in left) - 2 > console.width:
+            left.remove(title)
+    shown = [titles.index(title) for title in left]
+    for title in left:
+        table.add_column(title, no_wrap=wide[title] <= _SHORT, overflow="fold")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*(row[at] for at in shown))
     console.print(table)
+    if below:
+        apart = titles.index(below)
+        for row in rows:
+            if row[apart]:
+                console.print(f"{row[0]}: {row[apart]}", soft_wrap=True)
 
 
 def print_start(record: Replica) -> None:

@@ -1,8 +1,9 @@
-"""What a remote has, as ``rewake snapshot ls --remote`` shows it."""
+"""What a remote has: ``rewake snapshot ls --remote`` shows it, ``rm --remote`` removes of it."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from policies.config import Config
@@ -25,6 +26,21 @@ def list_remote(config: Config, name: str, json_: bool) -> None:
         for one in found
     ]
     print_table(["SNAPSHOT", "MODEL", "MADE", "SIZE", "PUSHED", "STATE"], rows)
+
+
+def remove_copies(config: Config, name: str, ids: Sequence[str]) -> None:
+    """What ``rm --remote`` does and prints. Raises SnapshotError for the first id that is none; those before it are removed."""
+    catalog = chosen(config.storage, name)
+
+    async def work() -> None:
+        for id in ids:
+            copy = await catalog.find(id)
+            await catalog.withdraw(copy)
+            print(f"removed {copy.id} from {catalog.what}")
+
+    asyncio.run(work())
+    grace_s = catalog.remote.settings.retention.grace_s
+    print(f"what only they are made of goes when `rewake snapshot gc --remote {name}` runs {grace_s:g} s after this, or later")
 
 
 async def listed(catalog: Catalog) -> list[dict[str, Any]]:

@@ -16,9 +16,11 @@ from pathlib import Path
 from cryptography import x509
 
 from policies.config import Config, Model, Tls
+from policies.expose import Expose
 from policies.floor import foretold
 from policies.manifest import Manifest
 from restorer import embedded, floor, gpudoctor, probes, rundir
+from restorer.doors import bound
 from restorer.errors import Environment, RestorerError
 from restorer.keyring import KeyRing
 from restorer.ownership import way_to
@@ -29,6 +31,7 @@ from restorer.stamps import Stamps
 _DEADLINE_S = 40.0
 _STORE_S = 5.0
 _RENEW = timedelta(days=14)
+_DOOR_CAPABILITIES = {"CAP_KILL": 5, "CAP_SETGID": 6, "CAP_SETUID": 7}
 
 
 async def examine(config: Config) -> list[Finding]:
@@ -38,6 +41,7 @@ async def examine(config: Config) -> list[Finding]:
     """
     restorer, state_dir = config.restorer, Path(config.state_dir)
     checks: dict[str, Awaitable[Finding]] = {
+        "data path": asyncio.to_thread(probes.data_path),
         "capabilities": asyncio.to_thread(probes.capabilities),
         "kernel": asyncio.to_thread(probes.kernel),
         "criu": criu(config),
@@ -57,6 +61,7 @@ async def examine(config: Config) -> list[Finding]:
         "gpu": probes.gpu(),
         "account": asyncio.to_thread(account, config),
         "run_dir": asyncio.to_thread(run_dir, config),
+        **({"doors": asyncio.to_thread(doors, restorer.expose)} if restorer.expose else {}),
         **({"tls": asyncio.to_thread(tls, config.gateway.tls)} if config.gateway.tls else {}),
         "ownership": asyncio.to_thread(ownership, config),
         "trust": asyncio.to_thread(trust, config),
@@ -74,6 +79,21 @@ async def examine(config: Config) -> list[Finding]:
 async def criu(config: Config) -> Finding:
     """Whether snapshots can be made and restored here; otherwise every start is cold."""
     return await _within("criu", probes.criu(config.restorer.criu))
+
+
+def doors(expose: Expose) -> Finding:
+    """Doors to other hosts can listen where they should, and become nobody."""
+    if missing := probes.lacking(_DOOR_CAPABILITIES):
+        return Finding(
+            "doors", "fail", f"without {', '.join(missing)}", "give them to the restorer, or leave restorer.expose out"
+        )
+    try:
+        with bound(expose.address, 0, reuse=False):
+            return Finding(
+                "doors", "ok", f"they can listen at {expose.address}, ports {expose.ports}, for {', '.join(expose.allow)}"
+            )
+    except RestorerError as error:
+        return Finding("doors", "fail", str(error), "set restorer.expose.address to an address of this host")
 
 
 async def store(url: str | None) -> Finding:

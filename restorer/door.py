@@ -88,7 +88,7 @@ class Door:
         alive = True
         while alive:
             knock = False
-            for fd, events in poll():
+            for fd, events in poll(-1, _AT_ONCE):
                 if (side := sides.get(fd)) is not None:
                     self._ready(side, events)
                 elif fd == listening:

@@ -190,12 +190,14 @@ class HttpEngine:
         raise SnapshotError(f"{self.model.engine.kind} cannot part with its weights")
 
     async def export_weights(
-        self, client: httpx.AsyncClient, folders: Sequence[Path], part_bytes: int
+        self, client: httpx.AsyncClient, folders: Sequence[Path], part_bytes: int, *, within_s: float
     ) -> list[tuple[WeightsPart, ...]]:
         """Have each worker write its weights into a folder, in parts."""
         raise SnapshotError(f"{self.model.engine.kind} cannot part with its weights")
 
-    async def import_weights(self, client: httpx.AsyncClient, sources: Sequence[Body]) -> list[tuple[str, ...]]:
+    async def import_weights(
+        self, client: httpx.AsyncClient, sources: Sequence[Body], *, within_s: float
+    ) -> list[tuple[str, ...]]:
         """Give weights their memory again and have each worker fill it; the fingerprints of what is there now.
 
         Args:

@@ -42,6 +42,12 @@ class HostIncompatible(RestorerError):
         super().__init__("the snapshot does not fit here: " + " | ".join(map(str, mismatches)))
 
 
+class NotNamed(RestorerError):
+    """The model's settings do not let it run on this host."""
+
+    kind = "host"
+
+
 class SnapshotError(RestorerError):
     """The snapshot, or the donor that was to become one, is not usable. Says which object or file, expected and found."""
 

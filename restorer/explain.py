@@ -163,8 +163,9 @@ def _why(config: Config, name: str, obstacle: str | None, snapshots: Sequence[Sn
         held = next(one for one in snapshots if one.fits)
         return f"{outcome} just now: {held.manifest.id} is {held.held}"
     bad = sum(one.quarantined is not None for one in snapshots)
-    count = f"{len(snapshots)} snapshot{'s' * (len(snapshots) != 1)}"
-    return f"{outcome}: none of its {count} fits" + (f", {bad} of them quarantined" if bad else "")
+    if len(snapshots) == 1:
+        return f"{outcome}: its one snapshot {'is quarantined' if bad else 'does not fit'}"
+    return f"{outcome}: none of its {len(snapshots)} snapshots fits" + (f", {bad} of them quarantined" if bad else "")
 
 
 def document(explanation: Explanation) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Fits the width that it is given: what matters least is left out first. Knows not
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -39,6 +40,9 @@ _MARKS = {
 _BAR, _SHORT_BAR = 28, 12
 _NARROW, _WIDE = 72, 110
 _HELD, _REPLICAS, _OPERATIONS = 8, 20, 6
+_LEAST = 12
+_PREAMBLE = re.compile(r"\b(criu \w+ failed) with status -?\d+: (?:\d+: )?Error \([^)]*\): ")
+"""Where in CRIU's sources the line comes from; what it says is worth the room."""
 
 
 def frame(document: Document, width: int, now_ms: float, notice: str = "") -> RenderableType:
@@ -81,8 +85,28 @@ def _wrong(document: Document) -> list[RenderableType]:
     if not document["hosts"]:
         lines.append("no restorer reports: nothing can be started")
     lines += [f"{host['host']} makes cold starts only: {host['capability']}" for host in document["hosts"] if not host["capable"]]
-    lines += [f"{m['name']}: {m['failure']} (rewake why {m['name']})" for m in document["models"] if m["failure"]]
+    failed = {m["name"]: m["failure"] for m in document["models"] if m["failure"]}
+    lines += [f"{name}: {_said(document, name) or why} (rewake why {name})" for name, why in failed.items()]
+    for one in document["replicas"]:
+        if one["reason"] and one["model"] not in failed and _is_wrong(one):
+            lines.append(f"{one['id']} {_outcome(one)}: {brief(one['reason'])} (rewake why {one['id']})")
     return [Text(f"▲ {line}", style="bold red", no_wrap=True, overflow="ellipsis") for line in lines]
+
+
+def _is_wrong(replica: Document) -> bool:
+    """It has failed, or is here by a cold start after a restore that failed."""
+    cold = replica["state"] == "admitted" and replica["start"] == "cold" and "failed" in replica["reason"]
+    return cold or replica["state"] in ("failed", "quarantined")
+
+
+def _outcome(replica: Document) -> str:
+    return "was started cold" if replica["state"] == "admitted" else str(replica["state"])
+
+
+def _said(document: Document, model: str) -> str:
+    """The line that decided, of the model's replica that failed: its record is for the operator."""
+    mine = (one for one in document["replicas"] if one["model"] == model and one["state"] == "failed")
+    return next((brief(one["reason"]) for one in mine if one["reason"]), "")
 
 
 def _state(word: str) -> Text:
@@ -94,6 +118,16 @@ def _table(*titles: str) -> Table:
     for title in titles:
         right = title in ("HELD", "INFLIGHT", "REPLICAS", "READY IN", "POSITION", "WAITED", "SERVED IN", "SIZE")
         table.add_column(title, justify="right" if right else "left", no_wrap=True, overflow="ellipsis")
+    return table
+
+
+def _filled(columns: Sequence[str], rows: Sequence[Sequence[str | Text]], width: int) -> Table:
+    """A table whose last column takes what the others leave of the width: names and states are never cut for its sake."""
+    table = _table(*columns)
+    taken = sum(max(len(cell) for cell in column) + 2 for column in zip(columns, *rows, strict=True)) if rows else 0
+    taken -= max((len(row[-1]) for row in rows), default=0) + 2
+    for *cells, last in rows:
+        table.add_row(*cells, brief(str(last), max(_LEAST, width - taken)))
     return table
 
 
@@ -174,7 +208,7 @@ def _replicas(document: Document, width: int, now_ms: float) -> Table | None:
     columns = ["REPLICA", "STATE", "START", "INFLIGHT", "SINCE"]
     columns += ["HOST"] * (width >= _NARROW) + ["INCARNATION"] * (width >= _WIDE)
     columns += ["REASON"] * (width >= _NARROW)
-    table = _table(*columns)
+    rows = []
     order = sorted(document["replicas"], key=lambda one: (one["state"] in ("stopped", "cancelled"), one["id"]))
     for one in order[:_REPLICAS]:
         cells: dict[str, str | Text] = {
@@ -187,21 +221,20 @@ def _replicas(document: Document, width: int, now_ms: float) -> Table | None:
             "INCARNATION": one["incarnation"] or "-",
             "REASON": brief(one["reason"]),
         }
-        _add(table, columns, cells)
-    return table
+        rows.append([cells[column] for column in columns])
+    return _filled(columns, rows, width)
 
 
 def _operations(document: Document, width: int, now_ms: float) -> Table | None:
     found = [*document["operations"], *document["tasks"]]
     if not found or width < _NARROW:
         return None
-    table = _table("OPERATION", "STATE", "BEGUN", "OUTCOME")
+    rows = []
     for one in sorted(found, key=lambda one: -one["created_ms"])[:_OPERATIONS]:
         what = f"{one['kind'].replace('_', '-')} {one['model'] or one.get('snapshot') or one.get('replica', '')}"
-        table.add_row(
-            what, _state(one["state"]), ago(one["created_ms"], now_ms), brief(one["detail"]) or one.get("snapshot") or ""
-        )
-    return table
+        outcome = brief(one["detail"]) or one.get("snapshot") or ""
+        rows.append([what, _state(one["state"]), ago(one["created_ms"], now_ms), outcome])
+    return _filled(("OPERATION", "STATE", "BEGUN", "OUTCOME"), rows, width)
 
 
 def _hosts(document: Document) -> Table | None:
@@ -234,5 +267,5 @@ def ago(ms: int, now_ms: float) -> str:
 
 def brief(text: str, most: int = 80) -> str:
     """The cause in one short line; the whole of it is ``rewake why``'s."""
-    first = text.split("\n", 1)[0].partition("; its log ends: ")[0].strip()
+    first = _PREAMBLE.sub(r"\1: ", text.split("\n", 1)[0].partition("; its log ends: ")[0].strip())
     return first if len(first) <= most else first[: most - 1] + "…"

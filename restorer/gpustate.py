@@ -37,7 +37,8 @@ LOCK_S = 30.0
 """For work that is in flight on the GPU; an engine at rest is locked at once."""
 _DRIVER_S = 180.0
 """For one step of the driver, which moves gigabytes."""
-_LOAD_S = 600.0
+_SLOWEST = 50e6
+"""Bytes a second that weights come and go at on the slowest disk that is waited for; beside them, a minute for all else."""
 _READERS = 8
 _SETTLE_S = 15.0
 
@@ -203,12 +204,13 @@ async def _delivery(host: Host, box: Box, state: GpuState, placement: Placement)
         delivery.roomy = _awake_bytes(state) + largest + 2 * MARGIN_BYTES <= placement.free_bytes
         # Read past it is what it could not keep for the next start.
         direct = sum(weights.bytes for weights in state.weights) > memory()[1] // 2
+        within_s = _transfer_s(sum(one.bytes for one in state.weights))
         for rank, (uuid, parts) in enumerate(zip(placement.uuids, files, strict=True)):
             socket = f"weights-{rank}.sock"
             delivery.names.append(f"{box.id}-{rank}-{secrets.token_hex(4)}")
             delivery.sockets.append(box.mountpoint / socket)
             load = host.cuda.load(
-                *(delivery.names[-1], uuid, parts, box.private / socket), threads=_READERS, direct=direct, within_s=_LOAD_S
+                *(delivery.names[-1], uuid, parts, box.private / socket), threads=_READERS, direct=direct, within_s=within_s
             )
             delivery.loads.append(asyncio.create_task(load))
     try:
@@ -226,16 +228,17 @@ async def _return_weights(
     """Put weights back and compare their fingerprints; the tier they came from."""
     if not weights:
         return None
+    within_s = _transfer_s(sum(one.bytes for one in weights))
     sources, tier = await delivery.sources()
     try:
-        found = await engine.import_weights(client, sources)
+        found = await engine.import_weights(client, sources, within_s=within_s)
     except EngineNotReady as error:
         if not delivery.loads:
             raise
         log.warning("the engine cannot take its weights from device memory, and reads them itself, which takes longer: %s", error)
         await delivery.end()
         sources, tier = await delivery.sources()
-        found = await engine.import_weights(client, sources)
+        found = await engine.import_weights(client, sources, within_s=within_s)
     if not delivery.roomy:
         await delivery.end()
     wanted = [tuple(run.fingerprint for run in one.allocations) for one in weights]
@@ -262,12 +265,18 @@ async def _export(host: Host, donor: Instance) -> tuple[Weights, ...]:
         return await _written(host, donor, client, described)
 
 
+def _transfer_s(size: int) -> float:
+    """How long so many bytes of weights are waited for: what hangs with few of them is not given half an hour."""
+    return 60.0 + size / _SLOWEST
+
+
 async def _written(
     host: Host, donor: Instance, client: httpx.AsyncClient, described: Sequence[tuple[Allocation, ...]]
 ) -> tuple[Weights, ...]:
     folders = [await asyncio.to_thread(host.weights.stage) for _ in described]
     try:
-        parts = await donor.engine.export_weights(client, folders, PART_BYTES)
+        within_s = _transfer_s(sum(run.bytes for allocations in described for run in allocations))
+        parts = await donor.engine.export_weights(client, folders, PART_BYTES, within_s=within_s)
         return tuple(
             [
                 await asyncio.to_thread(host.weights.commit, folder, written, allocations)

@@ -28,6 +28,7 @@ from restorer.box import Box, BoxFactory
 from restorer.criu import Criu
 from restorer.cuda import Cuda
 from restorer.errors import Environment, RestorerError
+from restorer.fleet import Fleet
 from restorer.floor import Speed
 from restorer.gpus import Gpus
 from restorer.holds import users_of
@@ -129,6 +130,8 @@ class Host:
     speed: Speed | None = None
     """How fast this host is."""
     news: News = field(default_factory=News)
+    fleet: Fleet = field(default_factory=lambda: Fleet(""))
+    """The other hosts."""
     tally: Tally = field(default_factory=Tally)
     _reading: Counter[Path] = field(default_factory=Counter)
     _gone: dict[str, Model] = field(default_factory=dict)
@@ -167,6 +170,11 @@ class Host:
         """Each backend that a model uses, in one line."""
         used = {model.engine.backend for model in self.config.models.values()}
         return {name: backend.describe() for name, backend in self.backends.items() if name in used}
+
+    def obstacles(self) -> dict[str, str]:
+        """Each backend that a model uses and that cannot make or restore snapshots here, and why."""
+        used = {model.engine.backend for model in self.config.models.values()}
+        return {name: why for name in sorted(used) if (why := self.backends[name].obstacle()) is not None}
 
     def adopt(self, config: Config) -> None:
         """Put another configuration in force."""
@@ -343,6 +351,7 @@ def build(config: Config, store_url: str, *, stamps_file: str = "stamps.json", h
         remains=Remains(state / "ended"),
         judge=judge,
         backends=backends.build(config.restorer, criu, capability),
+        fleet=Fleet(name),
     )
     host.speed = Speed(state, host.pcie)
     return host

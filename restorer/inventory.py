@@ -200,16 +200,6 @@ def _pidfd(scene: Scene) -> Iterator[Finding]:
                 yield Finding("pidfd", "note", one.pid, one.fd, f"process {target} is held", "needs CRIU 4.1 or later")
 
 
-def _gpu(scene: Scene) -> Iterator[Finding]:
-    remedy = (
-        "its GPU state must be taken off first, which is done for engines with engine.gpu.count on an NVIDIA driver; set it, or "
-        "run this engine on the CPU"
-    )
-    for one in scene.descriptors:
-        if one.link.startswith(("/dev/nvidia", "/dev/dri/", "/dev/kfd")):
-            yield Finding("gpu", "fatal", one.pid, one.fd, f"{one.link} is open", remedy)
-
-
 def _deleted(scene: Scene) -> Iterator[Finding]:
     for one in scene.descriptors:
         if one.link.endswith(DELETED) and is_named(one.link.removesuffix(DELETED)):
@@ -272,5 +262,5 @@ def _pipes(scene: Scene) -> Iterator[Finding]:
             yield Finding("pipe_outside", "fatal", held[0].pid, held[0].fd, f"{held[0].link} leads out of the tree", remedy)
 
 
-CHECKS = (_io_uring, _tty, _inotify, _pidfd, _gpu, _deleted, _written, _tcp, _unix, _pipes, *obstacles.CHECKS)
+CHECKS = (_io_uring, _tty, _inotify, _pidfd, _deleted, _written, _tcp, _unix, _pipes, *obstacles.CHECKS)
 """What is looked for."""

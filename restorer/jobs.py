@@ -7,38 +7,35 @@ connection, and what becomes of its errors, is :mod:`restorer.store`'s.
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from policies.journal import Trail
-from policies.manifest import HostFacts
-from policies.replica import TERMINAL, Replica
+from policies.placement import AVOID_S, Rank
+from policies.replica import TERMINAL, Event, Replica, advance
 from policies.series import Point
-from policies.tasks import PROGRESS_TTL_S, TASK_TTL_S, Progress, Task
-from policies.tracing import SPANS_KEPT, Span
 from policies.wire import (
     COLD,
     OPERATION_TTL_S,
-    REPORT_TTL_MS,
     STAGE_SAMPLES,
-    TALLY_TTL_S,
-    TRAILS,
     Failure,
     GatewayReport,
-    Hint,
-    HostReport,
     Job,
     JobKind,
     OperationState,
     StageKey,
     durations,
 )
+from restorer.board import Board
 from restorer.errors import LeaseLost
-from restorer.store import StoreClient, decoded, translated
+from restorer.store import decoded, translated
 
 _SPANS_TTL_S = 600
+Ranking = Mapping[tuple[JobKind, str], Sequence[Rank]]
+"""Which hosts may take a job of a kind for a model, the best first."""
 _TAKEOVERS = {kind: Point("lease_takeovers", (kind,)).field for kind in JobKind}
 
 
@@ -51,6 +48,10 @@ class Claim:
     attempts: int
     """How often the job was claimed, this time included."""
     queue: str
+    avoid: frozenset[str] = frozenset()
+    """Hosts where it failed, for their sake."""
+    anywhere: bool = True
+    """Another host may do it as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ class Outcome:
     failure_s: float = 0.0
 
 
-class JobStore(StoreClient):
+class JobStore(Board):
     """Calls to one installation's keys, for the restorer of one host.
 
     Args:
@@ -76,28 +77,59 @@ class JobStore(StoreClient):
     """
 
     def __init__(self, url: str, namespace: str, host: str) -> None:
-        super().__init__(url, namespace, Path(__file__).with_name("jobs.lua"))
-        self.host = host
+        super().__init__(url, namespace, host, Path(__file__).with_name("jobs.lua"))
         self.on_settled: Callable[[Claim, Outcome, Replica | None], None] = lambda claim, outcome, record: None
         """Called when a job has ended, with its replica's last record if there is one."""
         self._queues = [self.keys.host_jobs(host), self.keys.jobs]
 
-    async def claim(self, lease_s: float, *, stops_only: bool = False) -> Claim | None:
-        """The next job that is due, this host's own first (those are stops); None when there is none."""
-        keys = {"queues": self._queues[:1] if stops_only else self._queues, "job_key": self.keys.job("")}
+    async def claim(
+        self,
+        lease_s: float,
+        *,
+        stops_only: bool = False,
+        ranking: Ranking | None = None,
+        later: Callable[[float], None] = lambda seconds: None,
+    ) -> Claim | None:
+        """The next job that is due and for this host to take, its own first; None when there is none.
+
+        Args:
+            ranking: who may take what of the jobs that are for anyone; None: whoever comes first.
+            later: called with the seconds until one that is there will be for this host, when it is left to better ones.
+        """
+        asked: dict[str, Any] = {"queues": self._queues, "job_key": self.keys.job("")}
+        if stops_only:
+            asked |= {"queues": self._queues[:1], "kinds": {JobKind.STOP: True}}
+        if ranking is not None:
+            ranks = {
+                f"{kind} {model}": [(rank.host, _ms(rank.lag_s)) for rank in ranks] for (kind, model), ranks in ranking.items()
+            }
+            asked |= {"ranking": ranks, "shared": self.keys.jobs, "avoid_ms": _ms(AVOID_S)}
         counts = {"tally": self.keys.tally(self.host), "takeovers": _TAKEOVERS}
-        found = await self._call("claim", **keys, **counts, owner=self.host, ttl_ms=_ms(lease_s))
-        if found is None:
+        found = await self._call("claim", **asked, **counts, owner=self.host, ttl_ms=_ms(lease_s))
+        if isinstance(found, int):
+            later(found / 1000)
+        if not isinstance(found, list):
             return None
-        return Claim(Job.model_validate_json(found[1]), fence=int(found[2]), attempts=int(found[3]), queue=found[0])
+        queue, record, fence, attempts, avoid = found
+        avoided = frozenset(json.loads(avoid))
+        return Claim(Job.model_validate_json(record), int(fence), int(attempts), queue, avoided, queue == self.keys.jobs)
+
+    async def open(self) -> list[tuple[JobKind, str]]:
+        """Kind and model of each start and snapshot that is for anyone to take, or being worked on."""
+        with translated():
+            ids = await self._client.zrange(self.keys.jobs, 0, -1)
+            texts = [await self._client.hget(self.keys.job(id), "record") for id in ids]
+        jobs = [job for text in texts if text and (job := decoded(Job, text)) is not None]
+        return list(dict.fromkeys((job.kind, job.model) for job in jobs))
 
     async def renew(self, claim: Claim, lease_s: float) -> bool:
         """Extend the lease; False when it was lost."""
         return bool(await self._call("renew", **self._held(claim), ttl_ms=_ms(lease_s)))
 
-    async def release(self, claim: Claim, delay_s: float) -> None:
-        """Give the job back, due again after ``delay_s`` seconds."""
-        await self._call("release", **self._held(claim), delay_ms=_ms(delay_s))
+    async def release(self, claim: Claim, delay_s: float, *, avoid: bool = False) -> None:
+        """Give the job back, due again after ``delay_s`` seconds; ``avoid``: rather for another host."""
+        avoided = {"avoid": self.host} if avoid else {}
+        await self._call("release", **self._held(claim), delay_ms=_ms(delay_s), **avoided)
 
     async def recover(self) -> None:
         """Make every job that an earlier restorer of this host held due at once: it is dead, this one runs in its place."""
@@ -115,6 +147,14 @@ class JobStore(StoreClient):
             raise LeaseLost(f"replica {record.id}: a later claim has written its record")
         return int(seq)
 
+    async def park(self, record: Replica, keep: int) -> int | None:
+        """As :meth:`write`, unless fewer than ``keep`` others of its model are admitted anywhere; None then."""
+        asked: dict[str, Any] = {"replica": record.id, "record": _encoded(record), "fence": record.fence}
+        seq = int(await self._call("park", **asked, model=record.model, keep=keep))
+        if seq == 0:
+            raise LeaseLost(f"replica {record.id}: a later claim has written its record")
+        return None if seq < 0 else seq
+
     async def settle(self, claim: Claim, outcome: Outcome, record: Replica | None = None) -> None:
         """End a job, and write its replica's record in the same step.
 
@@ -131,9 +171,10 @@ class JobStore(StoreClient):
             **self._held(claim),
             **written,
             operation_key=self.keys.operation(""),
-            active_key=self.keys.active(job.model),
-            starts_key=self.keys.starts(job.model),
-            slot=job.replica.rpartition("#")[2] if job.kind == "start" else "",
+            active_key=self.keys.active(""),
+            starts_key=self.keys.starts(""),
+            host_jobs_key=self.keys.host_jobs(""),
+            owner=self.host,
             state=outcome.state,
             detail=outcome.detail,
             code=outcome.code,
@@ -148,24 +189,6 @@ class JobStore(StoreClient):
         if not done:
             raise LeaseLost(f"job {job.id}: another claim of it exists")
         self.on_settled(claim, outcome, record)
-
-    async def tell(self, trail: Trail) -> None:
-        """Put an ended attempt at the head of the installation's last ones."""
-        pipe = self._client.pipeline(transaction=True)
-        pipe.lpush(self.keys.journal, trail.model_dump_json(exclude_none=True))
-        pipe.ltrim(self.keys.journal, 0, TRAILS - 1)
-        with translated():
-            await pipe.execute()
-
-    async def tell_verdicts(self, notes: Mapping[str, str]) -> None:
-        """Tell other hosts what became of restores here: snapshot -> its notes, instead of those told before."""
-        with translated():
-            await self._client.hset(self.keys.verdicts, mapping={f"{id}\t{self.host}": text for id, text in notes.items()})
-
-    async def verdicts(self) -> Mapping[str, str]:
-        """Snapshot, tab, host -> what that host has told of it."""
-        with translated():
-            return dict(await self._client.hgetall(self.keys.verdicts))
 
     async def replicas(self) -> dict[str, Replica]:
         """Every replica record."""
@@ -193,30 +216,45 @@ class JobStore(StoreClient):
         with translated():
             return int(await self._client.get(self.keys.seq) or 0)
 
-    async def report(
-        self, report: HostReport, counted: Mapping[str, float] | None = None, facts: HostFacts | None = None
-    ) -> None:
-        """Renew this host's report and facts, and add what was counted (:attr:`policies.series.Point.field` -> number)."""
-        pipe = self._client.pipeline(transaction=True)
-        if facts is not None:
-            pipe.set(self.keys.facts(report.host), facts.model_dump_json(), px=REPORT_TTL_MS)
-        pipe.set(self.keys.host(report.host), report.model_dump_json(), px=REPORT_TTL_MS)
-        pipe.sadd(self.keys.hosts, report.host)
-        tally = self.keys.tally(report.host)
-        for field, number in (counted or {}).items():
-            pipe.hincrbyfloat(tally, field, number)
-        pipe.expire(tally, TALLY_TTL_S)
-        with translated():
-            await pipe.execute()
+    async def bury(self, host: str, records: Sequence[Replica], detail: str) -> list[str]:
+        """Give up what was another host's, which does not report; see the script. Does nothing if it reports again.
 
-    async def trace(self, spans: Sequence[Span]) -> None:
-        """Leave finished spans for a gateway to export; the oldest go when nobody does."""
-        pipe = self._client.pipeline(transaction=True)
-        pipe.rpush(self.keys.spans, *(span.model_dump_json() for span in spans))
-        pipe.ltrim(self.keys.spans, -SPANS_KEPT, -1)
-        pipe.expire(self.keys.spans, _SPANS_TTL_S)
-        with translated():
-            await pipe.execute()
+        Args:
+            records: as they were read, of states that are not over.
+            detail: why, for the records and for whoever asked for something there.
+
+        Returns:
+            The replicas that were given up.
+        """
+        keys = self.keys
+        now_ms = time.time_ns() // 1_000_000
+        given_up = {
+            one.id: {
+                "model": one.model,
+                "incarnation": one.incarnation,
+                "fence": one.fence,
+                "record": _encoded(
+                    one.model_copy(update={"state": advance(one.state, Event.FAIL), "reason": detail, "updated_ms": now_ms})
+                ),
+            }
+            for one in records
+        }
+        found: list[str] = await self._call(
+            "bury",
+            host=host,
+            host_key=keys.host(""),
+            gateways_key=keys.gateways,
+            gateway_key=keys.gateway(""),
+            queue=keys.host_jobs(host),
+            job_key=keys.job(""),
+            operation_key=keys.operation(""),
+            active_key=keys.active(""),
+            starts_key=keys.starts(""),
+            ttl_s=OPERATION_TTL_S,
+            detail=detail,
+            records=given_up,
+        )
+        return sorted(found)
 
     async def suspects(self, mine: Collection[str]) -> dict[str, str]:
         """incarnation -> reason of those of ``mine`` that gateways suspect; reading takes them off the list.
@@ -260,40 +298,6 @@ class JobStore(StoreClient):
             gone = before - {job.model for job in jobs if job.reason == "preload"}
             if gone:
                 await self._client.srem(self.keys.preloaded, *gone)
-
-    async def take_task(self) -> Task | None:
-        """The next task for this host; None when there is none. Nobody else gets it."""
-        with translated():
-            while (id := await self._client.rpop(self.keys.host_tasks(self.host))) is not None:
-                text = await self._client.get(self.keys.task(id))
-                if text and (task := decoded(Task, text)) is not None:
-                    return task
-        return None
-
-    async def settle_task(self, task: Task) -> None:
-        """A task's answer, for whoever asked."""
-        pipe = self._client.pipeline(transaction=True)
-        pipe.set(self.keys.task(task.id), task.model_dump_json(), ex=TASK_TTL_S)
-        pipe.publish(self.keys.events, Hint(task=task.id).model_dump_json())
-        with translated():
-            await pipe.execute()
-
-    async def tell_progress(self, progress: Progress) -> None:
-        """What goes on here, for who watches."""
-        key = self.keys.progress(self.host)
-        pipe = self._client.pipeline(transaction=True)
-        pipe.hset(key, progress.id, progress.model_dump_json())
-        pipe.expire(key, PROGRESS_TTL_S)
-        pipe.publish(self.keys.events, Hint(progress=self.host).model_dump_json())
-        with translated():
-            await pipe.execute()
-
-    async def forget_progress(self, id: str = "") -> None:
-        """It is over; without an id: all of this host's."""
-        key = self.keys.progress(self.host)
-        with translated():
-            await (self._client.hdel(key, id) if id else self._client.delete(key))
-            await self._client.publish(self.keys.events, Hint(progress=self.host).model_dump_json())
 
     def _held(self, claim: Claim) -> dict[str, Any]:
         return {"queue": claim.queue, "job_key": self.keys.job(""), "job": claim.job.id, "fence": claim.fence}

@@ -38,7 +38,7 @@ def journal(
             _show(one)
         return
     titles = ["ATTEMPT", "WHAT", "OF", "BEGAN", "TOOK", "OUTCOME", "LAST STEP", "DETAIL"]
-    print_table(titles, [_row(one) for one in trails])
+    print_table(titles, [_row(one) for one in trails], below="DETAIL")
 
 
 def _row(one: Trail) -> list[str]:

@@ -1,6 +1,6 @@
-"""The address that an installation serves at: bound once, kept open while workers come and go.
+"""The addresses that an installation serves at: bound once, kept open while workers come and go.
 
-One socket for each worker, all at the same address: the kernel deals connections out among them. Since the installation holds
+One socket for each worker at each address: the kernel deals connections out among them. Since the installation holds
 them, a connection that arrives while a worker is replaced waits for its successor instead of being refused.
 """
 
@@ -18,14 +18,28 @@ def bind(config: Config) -> list[socket.socket]:
     Raises:
         Environment: the address cannot be had.
     """
-    host, port, found = config.gateway.host, config.gateway.port, []
+    gateway = config.gateway
+    return _bound(gateway.host, gateway.port, gateway.workers, "gateway.host or gateway.port")
+
+
+def bind_metrics(config: Config) -> list[socket.socket]:
+    """The same for metrics, where they have an address of their own; else nothing.
+
+    Raises:
+        Environment: the address cannot be had.
+    """
+    return [] if config.metrics.at is None else _bound(*config.metrics.at, config.gateway.workers, "metrics.address")
+
+
+def _bound(host: str, port: int, workers: int, setting: str) -> list[socket.socket]:
+    found: list[socket.socket] = []
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         # Among sockets that share a port the kernel asks nobody: another installation would get some of our clients.
         with socket.socket(family, socket.SOCK_STREAM) as alone:
             alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             alone.bind(address)
-        for _ in range(config.gateway.workers):
+        for _ in range(workers):
             listener = socket.socket(family, socket.SOCK_STREAM)
             found.append(listener)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -36,14 +50,22 @@ def bind(config: Config) -> list[socket.socket]:
         for listener in found:
             listener.close()
         raise Environment(
-            f"cannot listen on {host}:{port}: {error.strerror or error}; change gateway.host or gateway.port, or stop what has it"
+            f"cannot listen on {host}:{port}: {error.strerror or error}; change {setting}, or stop what has it"
         ) from None
     return found
 
 
 def base_url(config: Config, listener: socket.socket | None = None) -> str:
     """Where the gateway is reached from this machine; ``listener``: tells the port where the configuration leaves it open."""
-    host = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(config.gateway.host, config.gateway.host)
     port = config.gateway.port if listener is None else listener.getsockname()[1]
-    scheme = "http" if config.gateway.tls is None else "https"
+    return _url("http" if config.gateway.tls is None else "https", config.gateway.host, port)
+
+
+def metrics_url(config: Config) -> str | None:
+    """Where metrics are reached from this machine, if they have an address of their own."""
+    return None if config.metrics.at is None else _url("http", *config.metrics.at)
+
+
+def _url(scheme: str, host: str, port: int) -> str:
+    host = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"

@@ -10,7 +10,7 @@ import os
 import stat
 from collections.abc import Iterator
 
-from restorer.scene import Descriptor, Finding, Scene, fields_of, inode_of, names_in, text_of
+from restorer.scene import Descriptor, Finding, Scene, drivers_of, fields_of, inode_of, names_in, text_of
 
 _CARRIED = ("[eventfd]", "[eventpoll]", "[signalfd]", "[timerfd]", "inotify", "[fanotify]", "[pidfd]", "[io_uring]")
 """Nameless things that CRIU carries, or that have a check of their own."""
@@ -21,7 +21,11 @@ _REMEDIES = {
 _MEMORY_DEVICES = 1
 """Major number of /dev/null, zero, random and the like, which hold nothing."""
 _TERMINALS = (4, 5, 136, 137, 138, 139, 140, 141, 142, 143)
-_GPU = ("/dev/nvidia", "/dev/dri/", "/dev/kfd")
+_GPU, _GPU_DRIVERS = ("/dev/nvidia", "/dev/dri/", "/dev/kfd"), ("nvidia", "drm", "kfd")
+_GPU_REMEDY = (
+    "its GPU state must be taken off first, which is done for engines with engine.gpu.count on an NVIDIA driver; set it, or "
+    "run this engine on the CPU"
+)
 _SOCKETS = ("unix", "tcp", "tcp6", "udp", "udp6", "udplite", "udplite6", "raw", "raw6", "packet", "netlink", "icmp", "icmp6")
 """Tables of sockets that CRIU carries."""
 _NAMESPACES = ("mnt", "net", "ipc", "uts", "user", "cgroup", "time")
@@ -60,16 +64,19 @@ def system_v(scene: Scene) -> Iterator[Finding]:
 
 
 def devices(scene: Scene) -> Iterator[Finding]:
+    """Devices by their numbers, since one may have any path: a name of its own, a link, another root's ``/dev``."""
+    drivers = drivers_of(scene.proc)
     for one in scene.descriptors:
-        if not one.link.startswith("/dev/") or one.link.startswith(_GPU):
+        if not one.link.startswith("/"):
             continue
         try:
             facts = one.path.stat()
         except OSError:
-            continue
-        device = os.major(facts.st_rdev)
-        special = stat.S_ISCHR(facts.st_mode) and device not in (_MEMORY_DEVICES, *_TERMINALS)
-        if special or stat.S_ISBLK(facts.st_mode):
+            facts = None
+        major = os.major(facts.st_rdev) if facts and stat.S_ISCHR(facts.st_mode) else -1
+        if one.link.startswith(_GPU) or drivers.get(major, "").startswith(_GPU_DRIVERS):
+            yield Finding("gpu", "fatal", one.pid, one.fd, f"{one.link} is open", _GPU_REMEDY)
+        elif facts and (stat.S_ISBLK(facts.st_mode) or major not in (-1, _MEMORY_DEVICES, *_TERMINALS)):
             remedy = "run the engine without it; only /dev/null and its like can be carried over"
             yield Finding("device", "fatal", one.pid, one.fd, f"the device {one.link} ({_numbers(facts)}) is open", remedy)
 

@@ -23,7 +23,7 @@ from policies.config import Config, ConfigError, parse
 from policies.replica import COMING
 from policies.wire import Operation, OperationState
 from restorer import rundir
-from restorer.listening import base_url
+from restorer.listening import base_url, metrics_url
 from restorer.rundir import TOKEN, Address
 
 FAILED, USAGE = 1, 2
@@ -125,6 +125,7 @@ class Admin:
     def __init__(self, config: Config) -> None:
         address = _address(config)
         self._base = address.url
+        self._metrics = f"{metrics_url(config) or address.url}/metrics"
         self._token_file = Path(address.run_dir) / TOKEN
         # Loopback is never behind a proxy, and the token must not travel through one.
         self._client = httpx.Client(
@@ -155,9 +156,9 @@ class Admin:
     def metrics(self) -> str:
         """What the gateway shows to Prometheus."""
         try:
-            return self._client.get(f"{self._base}/metrics", timeout=_CALL_S).raise_for_status().text
+            return self._client.get(self._metrics, timeout=_CALL_S).raise_for_status().text
         except httpx.HTTPError as error:
-            raise Failed(f"no metrics at {self._base}: {error}") from None
+            raise Failed(f"no metrics at {self._metrics}: {error}") from None
 
     def replica(self, name: str) -> dict[str, Any]:
         """One replica, by its slot or its incarnation."""
@@ -173,7 +174,7 @@ class Admin:
         return self._operation(self.call("GET", f"operations/{quote(id, safe='')}", query={"wait": f"{wait_s:g}"}, more_s=wait_s))
 
     def begin(self, verb: str, body: Mapping[str, object]) -> Operation:
-        """Start an operation: ``scale-up``, ``scale-down``, ``drain`` or ``snapshots``."""
+        """Start an operation: ``scale-up``, ``scale-down``, ``drain``, ``move`` or ``snapshots``."""
         return self._operation(self.call("POST", verb, body=body))
 
     def follow(self, operation: Operation, *, within: float, progress: Callable[[float, Sequence[str]], None]) -> Operation:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 
+from policies import placement
 from policies.compat import Mismatch
 from policies.journal import Undo
 from policies.manifest import Manifest
@@ -23,9 +24,11 @@ from restorer.errors import (
     CanaryDiffers,
     Cancelled,
     EngineDied,
+    Environment,
     HeldBack,
     HostIncompatible,
     LeaseLost,
+    NotNamed,
     RestorerError,
     SnapshotError,
     StoreUnavailable,
@@ -73,8 +76,11 @@ async def start(host: Host, claim: Claim, replicas: Replicas) -> None:
 async def _started(attempt: Attempt, replicas: Replicas) -> Instance:
     """An engine that may be admitted: resumed, restored or cold, by what there is and what the policy says."""
     host, name = attempt.host, attempt.claim.job.model
+    if not placement.named(host.model(name), host.name):
+        raise NotNamed(f"engine.hosts of {name} does not name {host.name}")
     with attempt.stages.timed("match"):
         match = await asyncio.to_thread(host.match, name)
+    accounts.distrusted(host.tally, name, match.refused)
     match = await supplied(host, name, match, attempt.stages, attempt.still_wanted)
     await attempt.still_wanted()
     await replicas.vacated(name)
@@ -142,7 +148,10 @@ async def _restored_or_cold(attempt: Attempt, match: Match, manifest: Manifest) 
         attempt.verdict = verdict = error.verdict
         log.warning("restore of %s from %s failed: %s (%s)", claim.job.replica, manifest.id, error, verdict)
         await asyncio.to_thread(host.blame, manifest.id, error)
-        if host.model(claim.job.model).on_restore_failure == "reject":
+        model = host.model(claim.job.model)
+        # A restore elsewhere beats a cold start here.
+        better = await _elsewhere(host, claim, error) and host.fleet.restores(claim.job.model, model, claim.avoid)
+        if model.on_restore_failure == "reject" or better:
             raise
         accounts.fell_back(host.tally, attempt.record, error)
         return await _cold(attempt, match, f"restore of snapshot {manifest.id} failed: {error}")
@@ -283,28 +292,51 @@ async def _give_up(attempt: Attempt, error: RestorerError) -> None:
         await host.jobs.settle(claim, Outcome(OperationState.CANCELLED, str(error)), cancelled)
         accounts.failed(host.tally, cancelled, error)
         return
-    if error.verdict.cls in _PASSING and claim.attempts < host.config.restorer.max_attempts:
-        log.warning("start of %s failed, to be tried again: %s", claim.job.replica, error)
+    elsewhere = await _elsewhere(host, claim, error)
+    if elsewhere or (error.verdict.cls in _PASSING and claim.attempts < host.config.restorer.max_attempts):
+        log.warning("start of %s failed, to be tried again%s: %s", claim.job.replica, " elsewhere" * elsewhere, error)
         if attempt.record.state is not State.QUEUED:
             await attempt.advance(Event.LEASE_LOST, incarnation="", start=None, reason=str(error))
-        await host.jobs.release(claim, _RETRY_S * claim.attempts)
+        await host.jobs.release(claim, 0.0 if elsewhere else _RETRY_S * claim.attempts, avoid=elsewhere)
         accounts.given_back(host.tally, attempt.record, error)
         return
     log.error("start of %s failed: %s", claim.job.replica, error)
     differs = isinstance(error, CanaryDiffers) and attempt.record.state is State.VERIFYING
-    ended = attempt.moved(Event.DIFFER if differs else Event.FAIL, reason=str(error))
+    detail = f"{error}{_no_other(host, claim)}"
+    ended = attempt.moved(Event.DIFFER if differs else Event.FAIL, reason=detail)
+    # A move that fails leaves a replica that serves.
+    failure = None if claim.job.replaces else Failure(code="restore_failed", detail=error.brief, operation=claim.job.operation)
     await host.jobs.settle(
         claim,
         Outcome(
             OperationState.FAILED,
-            str(error),
+            detail,
             EXIT_HOST if error.verdict.cls == "host" else EXIT_FAILED,
-            failure=Failure(code="restore_failed", detail=error.brief, operation=claim.job.operation),
+            failure=failure,
             failure_s=host.config.restorer.failure_backoff_s,
         ),
         ended,
     )
     accounts.failed(host.tally, ended, error)
+
+
+async def _elsewhere(host: Host, claim: Claim, error: RestorerError) -> bool:
+    """It failed for this host's sake, and is to be tried on another one.
+
+    Raises:
+        StoreUnavailable: who else there is cannot be known.
+    """
+    model, kind = host.model(claim.job.model), claim.job.kind
+    if not claim.anywhere or claim.attempts >= host.config.restorer.max_attempts or error.verdict.cls == "cancelled":
+        return False
+    await host.fleet.read(host.jobs)
+    return host.fleet.elsewhere(claim.job.model, model, error.verdict.cls, claim.avoid, kind)
+
+
+def _no_other(host: Host, claim: Claim) -> str:
+    """Why none of the other hosts could do it either, if that is so."""
+    lacking = host.fleet.nobody(claim.job.model, host.model(claim.job.model), claim.job.kind) if claim.anywhere else ""
+    return f"; no other host can: {lacking}" if lacking else ""
 
 
 async def make_snapshot(host: Host, claim: Claim) -> None:
@@ -318,8 +350,10 @@ async def make_snapshot(host: Host, claim: Claim) -> None:
     try:
         async with work.journaled():
             await work.bounded()
+            if not placement.named(host.model(name), host.name):
+                raise NotNamed(f"engine.hosts of {name} does not name {host.name}")
             if (obstacle := host.backend(name).obstacle()) is not None:
-                raise SnapshotError(f"no snapshot can be made on this host: {obstacle}")
+                raise Environment(f"no snapshot can be made on this host: {obstacle}")
             if faults := adapter(name, host.model(name)).obstacles():
                 raise SnapshotError("; ".join(faults))
             with work.stages.timed("match"):
@@ -334,7 +368,10 @@ async def make_snapshot(host: Host, claim: Claim) -> None:
         raise
     except RestorerError as error:
         log.error("no snapshot of %s: %s", name, error)
-        outcome = Outcome(OperationState.FAILED, str(error), EXIT_FAILED)
+        if await _elsewhere(host, claim, error):
+            await host.jobs.release(claim, 0.0, avoid=True)
+            return
+        outcome = Outcome(OperationState.FAILED, f"{error}{_no_other(host, claim)}", EXIT_FAILED)
     await host.jobs.settle(claim, outcome)
 
 

@@ -19,11 +19,12 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from policies import fair
 from restorer import seal
 
 Verdict = Literal["ok", "warn", "fail"]
@@ -88,13 +89,17 @@ async def tool(*argv: str, within: float = _TOOL_S) -> tuple[int, str]:
 
 def capabilities() -> Finding:
     """The rights that namespaces, veth pairs and CRIU take."""
-    status = Path("/proc/self/status").read_text()
-    held = int(status.partition("CapEff:")[2].split()[0], 16)
-    missing = [name for name, bit in _CAPABILITIES.items() if not held >> bit & 1]
+    missing = lacking(_CAPABILITIES)
     who = f"uid {os.geteuid()}"
     if missing:
         return Finding("capabilities", "fail", f"{who} without {', '.join(missing)}", _ROOT)
     return Finding("capabilities", "ok", f"{who} with {', '.join(_CAPABILITIES)}")
+
+
+def lacking(wanted: Mapping[str, int]) -> list[str]:
+    """Which of these capabilities (name -> bit) this process does not have."""
+    held = int(Path("/proc/self/status").read_text().partition("CapEff:")[2].split()[0], 16)
+    return [name for name, bit in wanted.items() if not held >> bit & 1]
 
 
 def kernel() -> Finding:
@@ -249,6 +254,14 @@ def huge_pages() -> Finding:
         remedy = "measure a restore with `madvise` too: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
         return Finding("huge pages", "warn", "transparent_hugepage is always: restores may be slower", remedy)
     return Finding("huge pages", "ok", f"transparent_hugepage is {mode}")
+
+
+def data_path() -> Finding:
+    """Whether what each request runs through is native code."""
+    if not fair.__file__.endswith(".py"):
+        return Finding("data path", "ok", "compiled")
+    found = "interpreted: a request takes twice the gateway's processor time that it takes compiled"
+    return Finding("data path", "warn", found, "install it with `deploy/install/host.sh --compiler`")
 
 
 def cgroups() -> Finding:

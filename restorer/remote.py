@@ -11,7 +11,7 @@ import ctypes
 import os
 import random
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -31,6 +31,7 @@ from policies.storage import Remote as Settings
 from restorer.errors import Environment, RemoteFailed
 
 T = TypeVar("T")
+Item = TypeVar("Item")
 _TRIES = 4
 _FIRST_PAUSE_S, _MOST_PAUSE_S = 0.2, 5.0
 _CONNECT_S = 10.0
@@ -104,6 +105,17 @@ class Remote:
 
         return await self._tried(f"asking for {path}", once)
 
+    async def remove(self, path: str) -> None:
+        """Remove an object, if there is one."""
+
+        async def once() -> None:
+            try:
+                await obstore.delete_async(self._store, path)
+            except FileNotFoundError as error:
+                self._bucket(error)
+
+        await self._tried(f"removing {path}", once)
+
     async def list(self, prefix: str) -> AsyncIterator[Held]:
         """Every object whose path begins with the folder ``prefix``."""
         pages = obstore.list(self._store, prefix, chunk_size=1000)
@@ -122,6 +134,22 @@ class Remote:
         while page := await self._tried(f"listing {prefix}", once, tries=1):
             for one in page:
                 yield one
+
+    async def each(self, items: Iterable[Item], work: Callable[[Item], Awaitable[None]]) -> None:
+        """``work`` on each item, as many at a time as the settings allow; the first failure ends all."""
+        rest = iter(items)
+
+        async def worker() -> None:
+            for item in rest:
+                await work(item)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(self.settings.concurrency):
+                    group.create_task(worker())
+        except BaseExceptionGroup as failed:
+            first = failed.exceptions[0]
+            raise first from first.__cause__
 
     async def settle(self) -> None:
         """Make all that was stored durable. Object stores are; a folder is told to be."""
@@ -144,7 +172,7 @@ class Remote:
             if variable not in os.environ:
                 raise Environment(f"{self.what}: env.{key} names the variable {variable}, which is not set for this process")
             config[key] = os.environ[variable]
-        plain = any(value.startswith("http://") for key, value in config.items() if key.endswith("endpoint"))
+        plain = any(value.startswith("http://") for key, value in config.items() if key.endswith(("endpoint", "base_url")))
         plain = plain or os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://")
         try:
             if settings.is_folder:
@@ -216,7 +244,7 @@ _REMEDIES = (
     (r"InvalidAccessKeyId|SignatureDoesNotMatch|InvalidToken|ExpiredToken|AuthorizationHeaderMalformed|credential",
      "see the credentials in the environment of `rewake` (AWS_ACCESS_KEY_ID, …) and the region"),
     (r"AccessDenied|Forbidden|PermissionDenied|Permission denied|Unauth",
-     "give these credentials the right to list, read and write there"),
+     "give these credentials the right to do that there"),
     (r"space left|QuotaExceeded|quota", "make room there"),
     (r"dns|resolve|Name or service|connect|tcp|timed out|sending request", "see whether the endpoint is right and reachable"),
     (r"Read-only file system", "mount it writable"),

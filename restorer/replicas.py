@@ -47,6 +47,8 @@ class Running:
     seen: dict[str, int] = field(default_factory=dict)
     """gateway -> arrivals for its model, as last seen: a request shorter than two looks is not missed."""
     stopping: bool = False
+    outranked: bool = False
+    """A later fence has written its record."""
     reported: bool = True
     """Its record is in the store; False while a write is owed to a store that was away."""
 
@@ -58,7 +60,6 @@ class Replicas:
         self._host = host
         self._local = local
         self._gone = News()
-        host.boxes.doors.on_lost = self._door_lost
         self._running: dict[str, Running] = {}
         self.suspended = Suspended(host)
         self._ending = False
@@ -117,6 +118,7 @@ class Replicas:
         Returns:
             The attempts that had been under way.
         """
+        self._host.boxes.doors.on_lost = self._door_lost
         records, left = await self._host.jobs.replicas(), []
         for box in await self._host.boxes.survivors():
             record = self._adoptable(box, records)
@@ -202,7 +204,7 @@ class Replicas:
         limit = self._host.model(running.record.model).drain_s if drain_s is None else drain_s
         deadline = time.monotonic() + limit
         seq = await self._write(running)
-        while (left := deadline - time.monotonic()) > 0 and running.record.id in self._running:
+        while (left := deadline - time.monotonic()) > 0 and running.record.id in self._running and not running.outranked:
             if seq and _drained(await self._reports(), running.record.incarnation, seq):
                 break
             await self._host.news.wait(min(left, _DRAIN_POLL_S))
@@ -222,11 +224,31 @@ class Replicas:
             policy = self._host.model(name)
             keep = max(policy.keep, schedule.kept(policy.schedule, self._local()))
             admitted = {one.record.id: now - one.active_at for one in group if one.record.state is State.ADMITTED}
+            if not any(idle_s >= policy.idle_park_s for idle_s in admitted.values()):
+                continue
             held = sum(report.models[name].held for report in reports if name in report.models)
             coming = await self._host.jobs.starting(name)
-            for id in scaling.parkable(idle_s=admitted, keep=keep, held=held, coming=coming, idle_park_s=policy.idle_park_s):
-                incarnation = self._running[id].record.incarnation
-                self._task(self.stop(id, incarnation, reason=f"parked after {policy.idle_park_s:g} s without a request"))
+            away = await self._admitted_elsewhere(name)
+            here = max(0, keep - away)
+            for id in scaling.parkable(idle_s=admitted, keep=here, held=held, coming=coming, idle_park_s=policy.idle_park_s):
+                reason = f"parked after {policy.idle_park_s:g} s without a request"
+                self._task(self._park(self._running[id], keep, reason))
+
+    async def _admitted_elsewhere(self, model: str) -> int:
+        records = (await self._host.jobs.replicas()).values()
+        return sum(one.model == model and one.state is State.ADMITTED and one.host != self._host.name for one in records)
+
+    async def _park(self, running: Running, keep: int, reason: str) -> None:
+        """Stop an idle one, unless what is kept would be too few: other hosts park too, so the store has the last word."""
+        if running.stopping:
+            return
+        record = _moved(running.record, Event.DRAIN, reason)
+        if await self._host.jobs.park(record, keep) is None:
+            return
+        if not running.stopping:
+            running.record = record
+            running.instance.box.remember(record=record.model_dump(mode="json"))
+        await self.stop(record.id, record.incarnation, reason=reason)
 
     def _retire(self, group: list[Running]) -> None:
         """A reload has taken the model out of the configuration."""
@@ -238,13 +260,30 @@ class Replicas:
         """Mend what the store missed while it was away, or forgot: records of what runs here, and of what no longer does."""
         known = await self._host.jobs.replicas()
         for running in list(self._running.values()):
-            if not running.reported or known.get(running.record.id, None) is None:
+            record = known.get(running.record.id)
+            if record is not None and record.fence > running.record.fence:
+                self._outrank(running, record)
+            elif not running.reported or record is None:
                 await self._write(running)
         absent = {record.incarnation: record for record in self._absent(known)}
         # Twice in a row: one that was admitted a moment ago is in the store before it is here.
         for incarnation in absent.keys() & self._absent_before:
             await self._bury(absent[incarnation], "its engine has ended")
         self._absent_before = set(absent)
+
+    def _outrank(self, running: Running, record: Replica) -> None:
+        """This host was given up for lost, and its replica's place is another's or nobody's: it must not serve on beside that.
+
+        Gateways have let go of it already; there is nobody to drain it for.
+        """
+        running.outranked = True
+        if not running.stopping:
+            running.stopping = True
+            why = record.reason or f"{record.host} has it now"
+            log.error(
+                "replica %s (%s) was given up meanwhile; its engine is ended: %s", record.id, running.record.incarnation, why
+            )
+            self._task(self._remove(running))
 
     def _absent(self, records: dict[str, Replica]) -> list[Replica]:
         """Records of this host that say that an engine runs, and none does."""
@@ -285,13 +324,17 @@ class Replicas:
         # Told first: gateways must not learn of it from a network that vanished.
         running.record = record
         await self._write(running)
+        await self._remove(running, rest=event is Event.STOP)
+
+    async def _remove(self, running: Running, *, rest: bool = False) -> None:
+        """End its engine, or let it rest; it is none of the replicas any more."""
         try:
-            if not (event is Event.STOP and await self._put_to_rest(running)):
+            if not (rest and await self._put_to_rest(running)):
                 await asyncio.shield(self._host.discard(running.instance.box))
         finally:
             # Also when it cannot be killed: who waits for its end must not wait for ever.
-            if self._running.get(record.id) is running:
-                del self._running[record.id]
+            if self._running.get(running.record.id) is running:
+                del self._running[running.record.id]
             self._gone.tell()
 
     async def _put_to_rest(self, running: Running) -> bool:

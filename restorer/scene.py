@@ -116,6 +116,13 @@ def mapped(pid: int, proc: Path) -> Iterator[str]:
             yield parts[5].replace("\\012", "\n")
 
 
+def drivers_of(proc: Path) -> dict[int, str]:
+    """Major number -> whose character devices have it."""
+    listed = text_of(proc / "devices").partition("Block devices:")[0]
+    found = (line.split() for line in listed.splitlines())
+    return {int(words[0]): words[1] for words in found if len(words) == 2 and words[0].isdigit()}
+
+
 def is_named(path: str) -> bool:
     """A file with a name, as far as /proc can tell: no socket, memory file, or file that was unlinked."""
     return path.startswith("/") and not _ANONYMOUS.match(path) and not path.endswith(DELETED)

@@ -23,7 +23,7 @@ from policies.trust import shown
 from policies.verdicts import Note, Standing
 from restorer.commands import OK, AsJson, ConfigFile, NoWait, Timeout, finish, model_named
 from restorer.console import bytes_bar, on_gpu, print_json, print_table, size, when
-from restorer.copies import list_remote
+from restorer.copies import list_remote, remove_copies
 from restorer.errors import SnapshotError
 from restorer.floor import known
 from restorer.holds import users_of
@@ -122,14 +122,22 @@ def verify(id: str, config: ConfigFile = None, json_: AsJson = False) -> None:
 
 
 @snapshots.command("rm")
-def rm(ids: Annotated[list[str], typer.Argument(metavar="ID...")], config: ConfigFile = None) -> None:
+def rm(
+    ids: Annotated[list[str], typer.Argument(metavar="ID...")],
+    config: ConfigFile = None,
+    remote: Annotated[str | None, typer.Option("--remote", metavar="NAME", help="Remove this remote's copies instead.")] = None,
+) -> None:
     """Remove snapshots, each given by its ID or the beginning of it."""
-    store = store_of(load(config)[1])
+    parsed = load(config)[1]
+    if remote is not None:
+        return remove_copies(parsed, remote, ids)
+    store = store_of(parsed)
     # A damaged one has no manifest to load: its whole id must be given.
     exact = [id if _ID.fullmatch(id) else store.load(id).id for id in ids]
     for id in dict.fromkeys(exact):
         store.remove(id)
         print(f"removed {id}")
+    return None
 
 
 @snapshots.command("release")

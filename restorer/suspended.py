@@ -100,6 +100,10 @@ class Suspended:
     def __len__(self) -> int:
         return len(self._resting)
 
+    def models(self) -> tuple[str, ...]:
+        """Those that have an engine that rests."""
+        return tuple(self._resting)
+
     async def suspend(self, model: str, instance: Instance) -> bool:
         """Take an engine that serves nobody off its GPUs and keep it. False: it is not to be kept, or could not be.
 

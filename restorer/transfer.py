@@ -15,33 +15,29 @@ import itertools
 import os
 import shutil
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from blake3 import blake3
 
 from policies.manifest import Manifest, Weights, canonical
 from policies.secrets import publishable
-from restorer import chunks, signatures
+from restorer import chunks, leases, sharing, signatures
 from restorer.catalog import Catalog, Copy
-from restorer.chunks import Chunk, Chunks, Cutter
+from restorer.chunks import Chunk, Chunks
 from restorer.errors import Environment, SnapshotError
-from restorer.files import read_data
 from restorer.keyring import KeyRing
 from restorer.partial import Partial
 from restorer.snapshots import SnapshotStore
 from restorer.weights import WeightsStore
 
-T = TypeVar("T")
 Report = Callable[[int, int], None]
 """Told (bytes done, bytes in all), of content."""
 _ROOM_BYTES = 12 << 20
 """Content that is in memory at a time; wrapping and the network hold as much again, twice."""
 _BATCH = 64
-_SOURCES = 16
-"""Snapshots of this host that are asked for chunks, newest first."""
 
 
 @dataclass(slots=True)
@@ -129,22 +125,6 @@ class _Copying:
                 self._taken -= size
                 self._room.notify_all()
 
-    async def each(self, items: Iterable[T], work: Callable[[T], Awaitable[None]]) -> None:
-        """``work`` on each item, as many at a time as the remote allows; the first failure ends all."""
-        rest = iter(items)
-
-        async def worker() -> None:
-            for item in rest:
-                await work(item)
-
-        try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(self.catalog.remote.settings.concurrency):
-                    group.create_task(worker())
-        except BaseExceptionGroup as failed:
-            first = failed.exceptions[0]
-            raise first from first.__cause__
-
 
 # ---------------------------------------------------------------- push
 
@@ -166,7 +146,8 @@ async def push(
     Raises:
         SnapshotError: something here is not what it was at the commit; nothing of it was put.
         RemoteFailed: the remote did not do what it was asked; push again, and it goes on where it ended.
-        Environment: its donor held secrets, and this remote is not encrypted. InUse: it is being removed.
+        Environment: its donor held secrets, and this remote is not encrypted. InUse: it is being removed, or the remote is being
+            swept and that does not end.
     """
     if (refusal := publishable(manifest, encrypted=bool(catalog.seal.fingerprint))) is not None:
         raise Environment(f"snapshot {manifest.id} is not pushed to {catalog.what}: {refusal}")
@@ -186,12 +167,14 @@ async def _push(
         return copying.moved.end()
     folder = snapshots.folder(manifest.id)
     listed = await asyncio.to_thread(chunks.of, folder, manifest)
-    await _put(copying, folder, _Plan.of(listed), overwrite)
-    for one in manifest.gpu.weights if manifest.gpu else ():
-        await _push_weights(copying, weights, one, overwrite)
-    data = await asyncio.to_thread((folder / chunks.FILE).read_bytes)
-    signed = await asyncio.to_thread(signatures.read, folder)
-    await catalog.publish(manifest, data, signed, create=not overwrite)
+    async with leases.pushing(catalog, f"pushes {manifest.id}") as lease:
+        await _put(copying, folder, _Plan.of(listed), overwrite)
+        for one in manifest.gpu.weights if manifest.gpu else ():
+            await _push_weights(copying, weights, one, overwrite, lease)
+        data = await asyncio.to_thread((folder / chunks.FILE).read_bytes)
+        signed = await asyncio.to_thread(signatures.read, folder)
+        lease.hold()
+        await catalog.publish(manifest, data, signed, create=not overwrite)
     return copying.moved.end()
 
 
@@ -208,33 +191,19 @@ async def _put(copying: _Copying, folder: Path, plan: _Plan, overwrite: bool) ->
             sent = await copying.catalog.put_chunk(chunk.name, data, create=not overwrite)
         copying.done(chunk, sent=sent)
 
-    await copying.each(plan.chunks.values(), put)
+    await copying.catalog.remote.each(plan.chunks.values(), put)
 
 
-async def _push_weights(copying: _Copying, store: WeightsStore, weights: Weights, overwrite: bool) -> None:
+async def _push_weights(copying: _Copying, store: WeightsStore, weights: Weights, overwrite: bool, lease: leases.Lease) -> None:
     if not overwrite and await copying.catalog.weights(weights.digest) is not None:
         return
     if faults := await asyncio.to_thread(store.verify, [weights]):
         raise SnapshotError("the weights are not what the manifest names: " + "; ".join(map(str, faults[:5])))
     folder = store.root / weights.digest
-    listed = await asyncio.to_thread(_cut, folder, [part.name for part in weights.parts])
+    listed = await asyncio.to_thread(chunks.cut, folder, [part.name for part in weights.parts])
     await _put(copying, folder, _Plan.of(listed), overwrite)
+    lease.hold()
     await copying.catalog.publish_weights(weights, chunks.encode(listed)[0])
-
-
-def _cut(folder: Path, names: Sequence[str]) -> dict[str, tuple[Chunk, ...]]:
-    """The chunks of files that have no list: read once more."""
-    cutter = Cutter()
-    for name in names:
-        fd = os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
-            tap = cutter.tap(folder / name)
-            for at, piece in read_data(fd, os.fstat(fd).st_size):
-                tap(at, piece)
-        finally:
-            os.close(fd)
-    found = cutter.finish()
-    return {name: found[folder / name] for name in names}
 
 
 def _read(path: Path, offset: int, chunk: Chunk) -> bytes:
@@ -291,7 +260,7 @@ async def pull(
         for one in manifest.gpu.weights if manifest.gpu else ():
             await _pull_weights(copying, weights, one, reserve_bytes)
         with Partial(snapshots.root, manifest.id, sizes) as partial:
-            sources = await asyncio.to_thread(_sources, snapshots, plan)
+            sources = await asyncio.to_thread(sharing.lying, snapshots, snapshots.list(), plan.chunks)
             await _fetch(copying, partial, plan, sources, reserve_bytes)
             await asyncio.to_thread(_commit, snapshots, partial, manifest, data, signed)
     return copying.moved.end()
@@ -347,7 +316,7 @@ async def _fetch(
         copying.done(chunk, sent=sent)
 
     try:
-        await copying.each(rest, fetch)
+        await copying.catalog.remote.each(rest, fetch)
     except Environment as error:
         if isinstance(error.__cause__, OSError):  # the disk is full: what has come must not keep it so
             partial.drop()
@@ -375,19 +344,6 @@ def _placed(partial: Partial, plan: _Plan, chunk: Chunk, sources: Mapping[bytes,
                 partial.copy(*source, place.path, place.offset, chunk.size)
         return all(there(place) for place in missing)
     return not missing
-
-
-def _sources(snapshots: SnapshotStore, plan: _Plan) -> dict[bytes, tuple[Path, int]]:
-    """Where else on this host chunks lie: id -> (file, offset)."""
-    found: dict[bytes, tuple[Path, int]] = {}
-    for manifest in snapshots.list()[:_SOURCES]:
-        folder = snapshots.folder(manifest.id)
-        with contextlib.suppress(SnapshotError):
-            for path, pieces in chunks.of(folder, manifest).items():
-                for chunk in pieces:
-                    if chunk.id in plan.chunks:
-                        found.setdefault(chunk.id, (folder / path, chunk.offset))
-    return found
 
 
 def _commit(snapshots: SnapshotStore, partial: Partial, manifest: Manifest, listed: bytes, signed: Mapping[str, bytes]) -> None:

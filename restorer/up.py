@@ -12,6 +12,7 @@ The other processes are argv here; this module imports none of them and holds no
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import socket
@@ -85,6 +86,7 @@ class Up:
     read: Callable[[], Config]
     note: Callable[[], asyncio.Future[str]] | None = None
     _sockets: list[socket.socket] = field(default_factory=list)
+    _metrics: list[socket.socket] = field(default_factory=list)
 
     async def run(self) -> int:
         """Until SIGINT or SIGTERM, and then until all have ended. A second signal hurries the gateways.
@@ -117,7 +119,7 @@ class Up:
                     task.cancel()
                 await asyncio.wait({running, stopped, watching})
                 await self._end(supervisor, hurry)
-                for listener in self._sockets:
+                for listener in (*self._sockets, *self._metrics):
                     listener.close()
         return 0
 
@@ -157,6 +159,7 @@ class Up:
         await network.free(self.config.restorer.network)
         note = asyncio.ensure_future(self.note()) if self.note else None
         self._sockets = listening.bind(self.config)
+        self._metrics = listening.bind_metrics(self.config)
         tls = self.config.gateway.tls
         at = rundir.Address(
             url=base_url(self.config, self._sockets[0]),
@@ -173,10 +176,11 @@ class Up:
         steward.others = ("restorer",)
         supervisor.start(Child("restorer", restorer, _RESTORER_STOP_S, env=packages, talk=talk))
         steward.gateways = tuple(f"gateway-{number}" for number in range(self.config.gateway.workers))
-        for number, (name, listener) in enumerate(zip(steward.gateways, self._sockets, strict=True)):
+        sockets = itertools.zip_longest(steward.gateways, self._sockets, self._metrics)
+        for number, (name, listener, metrics) in enumerate(sockets):
             argv = command("gateway", self.config_file, url, "--admin-token-file", str(token), "--worker", str(number))
             stop_s = gateway_stop_s(steward.config)
-            supervisor.start(Child(name, argv, stop_s, env=packages, listener=listener, talk=talk))
+            supervisor.start(Child(name, argv, stop_s, env=packages, listener=listener, metrics=metrics, talk=talk))
         await self._report(supervisor, steward.gateways, token)
         if note is not None and (text := await note):
             self.say(text)

@@ -28,7 +28,6 @@ INSIDE = Path(__file__).with_name("inside")
 """Where engines find what of ours runs inside them."""
 _SLEEP_S = 60.0
 _POLL_S = 0.02
-_TRANSFER_S = 1800.0
 """For weights on their way to or from a disk."""
 _ALLOCATIONS = TypeAdapter(tuple[Allocation, ...])
 _PARTS = TypeAdapter(tuple[WeightsPart, ...])
@@ -141,14 +140,16 @@ class Vllm(HttpEngine):
         return [_validated(_ALLOCATIONS, rank) for rank in ranks]
 
     async def export_weights(
-        self, client: httpx.AsyncClient, folders: Sequence[Path], part_bytes: int
+        self, client: httpx.AsyncClient, folders: Sequence[Path], part_bytes: int, *, within_s: float
     ) -> list[tuple[WeightsPart, ...]]:
         asked = [{"folder": str(folder), "part_bytes": part_bytes} for folder in folders]
-        return [_validated(_PARTS, one["parts"]) for one in await self._each(client, "rewake_export", asked, _TRANSFER_S)]
+        return [_validated(_PARTS, one["parts"]) for one in await self._each(client, "rewake_export", asked, within_s)]
 
-    async def import_weights(self, client: httpx.AsyncClient, sources: Sequence[Body]) -> list[tuple[str, ...]]:
+    async def import_weights(
+        self, client: httpx.AsyncClient, sources: Sequence[Body], *, within_s: float
+    ) -> list[tuple[str, ...]]:
         expect(await self.post(client, "/wake_up?tags=weights", None, _SLEEP_S))
-        found = await self._each(client, "rewake_import", sources, _TRANSFER_S)
+        found = await self._each(client, "rewake_import", sources, within_s)
         log.info("%s: its weights took, by worker, in seconds: %s", self.name, [one.get("seconds") for one in found])
         return [tuple(map(str, one["fingerprints"])) for one in found]
 

@@ -17,11 +17,11 @@ from restorer.console import print_json, print_table, when
 from restorer.frame import brief, seconds
 from restorer.operator import Admin, Failed, load
 
-_CAUSE = 60
+_CAUSE = 160
 _FAULTS = {
     "host": "this host's doing: another may do",
     "snapshot": "the snapshot's own fault",
-    "transient": "the moment's: it is tried again",
+    "transient": "the moment's, as far as is known",
     "tool": "a tool failed",
     "environment": "this host lacks something just now",
     "cancelled": "nobody wanted it any more",
@@ -65,7 +65,10 @@ def _lines(told: Story) -> Iterator[str]:
     for one in told.tries[1:]:
         yield f"before that, {when(one.at_ms)} on {one.host}, {one.step}: {brief(one.quote, 200)}"
     for unfit in told.unfit:
-        yield f"snapshot {unfit.id} on {unfit.host} is not used: {unfit.reason}"
+        yield f"snapshot {unfit.id} on {unfit.host} is not used:"
+        yield from (f"    {line}" for line in unfit.reason.splitlines())
+    if told.unfit:
+        yield f"every fact, and which hosts would do: rewake snapshot explain {told.model}"
 
 
 def _attempt(one: Try) -> Iterator[str]:

@@ -11,16 +11,17 @@ import time
 from collections import deque
 from typing import Any
 
+from policies import placement
 from policies.floor import Rates
 from policies.replica import Replica
 from policies.tracing import SPANS_KEPT, Span
-from policies.wire import HostReport, JobKind, OperationState, SnapshotSummary
+from policies.wire import REPORT_TTL_MS, HostReport, JobKind, OperationState, SnapshotSummary
 from restorer import accounts, collector, pipeline, spans, undo
 from restorer.accounts import Held
 from restorer.attempt import report
-from restorer.errors import Cancelled, RestorerError, StoreUnavailable
+from restorer.errors import Cancelled, Environment, RestorerError, StoreUnavailable
 from restorer.host import Host, log
-from restorer.jobs import Claim, Outcome
+from restorer.jobs import Claim, Outcome, Ranking
 from restorer.replicas import Replicas
 from restorer.suspects import Suspects
 from restorer.tasks import Tasks
@@ -46,12 +47,17 @@ class Worker:
         self._spans: deque[Span] = deque(maxlen=SPANS_KEPT)
         self._starting = 0
         self._due = asyncio.Event()
+        self._again: asyncio.TimerHandle | None = None
+        self._summaries: tuple[SnapshotSummary, ...] = ()
+        self._stale = True
+        """A job has ended since the snapshots of this host were last looked through."""
         self._measuring: asyncio.Task[Rates | None] | None = None
 
     async def run(self, stop: asyncio.Event) -> None:
         """Work until ``stop`` is set; then undo and stop everything."""
         host = self._host
         host.jobs.on_settled = self._note_end
+        host.fleet.mine = self._report_now
         await host.find_gpus()
         await self._prepare()
         work = (self._listen(), self._keep_house(), self._claim_jobs(), self._tasks.run(), collector.run(host))
@@ -78,6 +84,7 @@ class Worker:
         while True:
             try:
                 await self._host.jobs.check_schema()
+                await self._be_the_only_one()
                 for trail in await self._replicas.reconcile():
                     await report(self._host, trail)
                 await self._host.jobs.recover()
@@ -91,6 +98,21 @@ class Worker:
         for name in await asyncio.to_thread(self._sweep):
             log.warning("%s was removed: no snapshot is made of it, or needs it", name)
         await self._make_ready()
+
+    async def _be_the_only_one(self) -> None:
+        """Two restorers of one name would take each other's jobs for their own, and end each other's replicas.
+
+        Raises:
+            Environment: there is another. The report of one that this one replaces ends within moments.
+        """
+        name, place = self._host.name, self._host.place
+        deadline = time.monotonic() + 2 * REPORT_TTL_MS / 1000
+        while (other := (await self._host.jobs.hosts()).get(name)) is not None and other.place not in ("", place):
+            if time.monotonic() > deadline:
+                raise Environment(
+                    f"another host of this installation goes by the name {name!r}: set restorer.host on one of them"
+                )
+            await asyncio.sleep(_RECONNECT_S)
 
     def _sweep(self) -> list[str]:
         """Remove what was left half-made, and weights that no snapshot names any more."""
@@ -120,10 +142,29 @@ class Worker:
                 while True:
                     # A drain may take a minute; it must not keep a start waiting, nor wait for one.
                     full = self._starting >= limit
-                    claim = await self._host.jobs.claim(self._host.config.restorer.lease_s, stops_only=full)
+                    lease_s, ranking = self._host.config.restorer.lease_s, None if full else await self._ranking()
+                    claim = await self._host.jobs.claim(lease_s, stops_only=full, ranking=ranking, later=self._look_again)
                     if claim is None:
                         break
                     self._begin(claim)
+
+    async def _ranking(self) -> Ranking | None:
+        """Who may take which of the jobs that are there; None: there is nobody but this host, which may take all."""
+        host = self._host
+        if host.fleet.alone and all(placement.named(model, host.name) for model in host.config.models.values()):
+            return None
+        wanted = await host.jobs.open()
+        if not wanted:
+            return {}
+        # As they are now: by a second's old word a host would start cold what another could have restored.
+        await host.fleet.read(host.jobs)
+        return host.fleet.ranking(wanted, host.config, list((await host.jobs.replicas()).values()))
+
+    def _look_again(self, in_s: float) -> None:
+        """A job is left to another host until then."""
+        if self._again is not None:
+            self._again.cancel()
+        self._again = asyncio.get_running_loop().call_later(in_s, self._due.set)
 
     def _begin(self, claim: Claim) -> None:
         task = asyncio.create_task(self._run_job(claim))
@@ -134,6 +175,7 @@ class Worker:
         def ended(_: asyncio.Task[None]) -> None:
             self._jobs.discard(task)
             self._starting -= weight
+            self._stale = True
             self._due.set()
 
         task.add_done_callback(ended)
@@ -215,11 +257,13 @@ class Worker:
     async def _keep_house(self) -> None:
         """Every second: the host's report, idle replicas, suspects, records owed to the store."""
         tick, forgotten = 0, None
-        summaries = await asyncio.to_thread(self._host.summaries)
         while True:
             try:
+                if tick % _SUMMARY_EVERY == 0 or self._stale:
+                    self._stale = False
+                    self._summaries = await asyncio.to_thread(self._host.summaries)
+                summaries = self._summaries
                 if tick % _SUMMARY_EVERY == 0:
-                    summaries = await asyncio.to_thread(self._host.summaries)
                     await accounts.observe_gpus(self._host)
                     await self._replicas.repeat_records()
                     await undo.reconcile(self._host, self._replicas.kept())
@@ -227,7 +271,8 @@ class Worker:
                     if forgotten != (snapshots := {summary.id for summary in summaries}):
                         await self._forget_stages(snapshots)
                         forgotten = snapshots
-                await self._report(summaries)
+                await self._report()
+                await self._host.fleet.look(self._host.jobs, self._host.config.restorer.lost_after_s)
                 await self._replicas.park_idle()
                 await self._suspects.look()
                 await self._replicas.suspended.expire()
@@ -244,19 +289,32 @@ class Worker:
         if self._measuring is None and speed is not None and speed.rates is None:
             self._measuring = asyncio.create_task(speed.measured())
 
-    async def _report(self, summaries: tuple[SnapshotSummary, ...]) -> None:
-        host, held, running = self._host, list(self._held.values()), len(self._replicas)
-        gauges = await asyncio.to_thread(accounts.observe, host, held, running, summaries)
-        report = HostReport(
+    def _report_now(self) -> HostReport:
+        """This host as it is, its gauges left out."""
+        host = self._host
+        gpus = [gpu.uuid for gpu in (host.gpus.facts and host.gpus.facts.gpus) or ()]
+        return HostReport(
             host=host.name,
             capable=host.criu is not None,
             capability=host.capability,
-            snapshots=summaries,
-            running=running,
+            snapshots=self._summaries,
+            running=len(self._replicas),
             parallel_starts=host.config.restorer.parallel_starts,
+            starting=self._starting,
+            models=tuple(host.config.models),
+            resting=self._replicas.suspended.models(),
+            gpus=len(gpus),
+            free_gpus=sum(not host.gpus.taken(uuid) for uuid in gpus),
+            pulls=host.config.storage.pull is not None,
+            obstacles=host.obstacles(),
+            place=host.place,
             backends=host.described(),
-            gauges=gauges,
         )
+
+    async def _report(self) -> None:
+        host, held = self._host, list(self._held.values())
+        gauges = await asyncio.to_thread(accounts.observe, host, held, len(self._replicas), self._summaries)
+        report = self._report_now().model_copy(update={"gauges": gauges})
         counted = host.tally.take()
         try:
             await host.jobs.report(report, counted, await asyncio.to_thread(host.facts_now))

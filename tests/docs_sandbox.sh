@@ -25,7 +25,12 @@ mount --bind "$folder/state" "$new/var/lib/rewake"
 mount --bind "$folder/out" "$new/tmp/docs"
 rm -rf "$new/etc/rewake" "$new/opt/rewake"
 mkdir -p "$new/etc/rewake" "$new/opt/rewake/bin" "$new/opt/rewake/venv/bin" "$new/srv/models" "$new/usr/local/bin"
-printf '#!/bin/sh\nexec %q %q "$@"\n' "$REWAKE_PYTHON" "$root/rewake.py" >"$new/opt/rewake/venv/bin/rewake"
+# `rewake up` starts as it always does; the other commands are forks of one process, see docs_forks.py.
+cat >"$new/opt/rewake/venv/bin/rewake" <<END
+#!/bin/sh
+[ "\$1" != up ] || exec '$REWAKE_PYTHON' '$root/rewake.py' "\$@"
+exec '$REWAKE_PYTHON' -I -S '$root/tests/docs_forks.py' /run/forks "\$@"
+END
 chmod 755 "$new/opt/rewake/venv/bin/rewake"
 ln -sfn "$REWAKE_CRIU" "$new/opt/rewake/bin/criu"
 ln -sfn /opt/rewake/venv/bin/rewake "$new/usr/local/bin/rewake"
@@ -42,4 +47,6 @@ rmdir /.old
 ip link set lo up
 cd /tmp/checkout
 export PATH=/usr/local/bin:/opt/rewake/venv/bin:$PATH HOME=/root
+"$REWAKE_PYTHON" tests/docs_forks.py serve /run/forks </dev/null &
+for _ in $(seq 600); do [ ! -e /run/forks ] || break; sleep 0.1; done
 exec bash "$script"

@@ -68,9 +68,7 @@ async def started(box: Box, script: str) -> int:
     environment = {"PATH": "/usr/bin:/bin", "HOME": str(box.mountpoint / "home")}
     inner = await box.spawn([sys.executable, "-I", "-c", PRELUDE + body + POSTLUDE], environment)
     home = box.private / "home"
-    await eventually(
-        lambda: (home / "ready").exists() or box.host_pid(inner) is None, within=20, what="the process to be as it shall be"
-    )
+    await eventually(lambda: (home / "ready").exists() or box.host_pid(inner) is None, what="the process to be as it shall be")
     if (home / "lacking").exists():
         pytest.skip(f"not on this kernel: {(home / 'lacking').read_text()}")
     pid = box.host_pid(inner)

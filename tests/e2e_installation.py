@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import httpx
 import pytest
@@ -48,7 +48,7 @@ def needed(name: str) -> str:
     return value
 
 
-def eventually(check: Callable[[], T], what: str, within: float = 20.0) -> T:
+def eventually(check: Callable[[], T], what: str, within: float = 60.0) -> T:
     """The first truthy result of a blocking check."""
     deadline = time.monotonic() + within
     while not (result := check()):
@@ -171,6 +171,16 @@ class Installation:
         if self.up is not None and self.up.poll() is None:
             self.stop()
         self.http.close()
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[Self]:
+        """Started, and ended however the test goes; a failure shows what was logged."""
+        try:
+            self.start()
+            yield self
+        finally:
+            self.close()
+            print((self.folder / "up.log").read_text())
 
     @contextlib.contextmanager
     def held(self, stage: str) -> Iterator[None]:

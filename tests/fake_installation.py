@@ -57,9 +57,18 @@ class Place:
         self.journal.chmod(0o666)
         self.write()
 
-    def write(self, *, store: str | None = None, models: Mapping[str, Any] | None = None, **gateway: Any) -> None:
+    def write(
+        self,
+        *,
+        store: str | None = None,
+        models: Mapping[str, Any] | None = None,
+        top: Mapping[str, Any] | None = None,
+        **gateway: Any,
+    ) -> None:
+        """The configuration; ``top``: more sections of it."""
         engine = {"engine": {"kind": "http", "command": ["/bin/true"]}}
         document = {
+            **(top or {}),
             "models": {name: engine | dict(more) for name, more in (models or {"m": {}}).items()},
             "gateway": {"port": self.port, "drain_s": 30, **gateway},
             "restorer": {"criu": "/no/such/criu"},

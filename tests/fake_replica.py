@@ -268,7 +268,7 @@ async def serving(store_url: str, config: Config | None = None, id: str = "gw") 
         await site.start()
         port = site.port
         gateway = app[application.GATEWAY]
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await gateway.link.connected.wait()
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30, limits=limits) as client:

@@ -73,6 +73,21 @@ def test_a_function_fits_the_screen(path: Path) -> None:
     assert not long, f"{name(path)}: {long}"
 
 
+def compiled() -> list[Path]:
+    """The modules that setup.py compiles."""
+    tree = ast.parse((ROOT / "setup.py").read_text())
+    told = next(node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "HOT")
+    hot: dict[str, str] = ast.literal_eval(told)
+    return [ROOT / package / f"{module}.py" for package, modules in hot.items() for module in modules.split()]
+
+
+@pytest.mark.parametrize("path", compiled(), ids=name)
+def test_what_is_compiled_has_no_class_whose_annotations_are_read(path: Path) -> None:
+    """mypyc keeps of ``bool | None`` only ``type``, so msgspec and pydantic would read something else."""
+    classes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)]
+    assert not {ast.unparse(base) for node in classes for base in node.bases} & {"msgspec.Struct", "Struct", "BaseModel"}
+
+
 def test_the_layers_are_kept() -> None:
     # The sibling of this interpreter: the one of the environment that the tests run in.
     checked = subprocess.run(

@@ -10,17 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from conftest import require_root
-from e2e_installation import Installation, eventually, llama, needed, network
+from e2e_installation import Installation, a_place, eventually, llama, needed, network
 
 pytestmark = pytest.mark.criu
 
@@ -49,10 +46,13 @@ def engine(folder: Path, name: str, *options: str, **policy: Any) -> dict[str, A
 
 
 @pytest.fixture(scope="module")
-def system() -> Iterator[Installation]:
-    require_root()
-    folder = Path(tempfile.mkdtemp(prefix="rewake-clients-", dir="/var/tmp"))
-    folder.chmod(0o755)
+def folder() -> Iterator[Path]:
+    with a_place("clients") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def system(folder: Path) -> Iterator[Installation]:
     waits = {"silent_s": 0.2, "keepalive_s": 0.2}
     broken = llama()
     broken["engine"]["command"] = ["/bin/sh", "-c", f"while [ -e {folder}/hold-broken ]; do sleep 0.05; done; exit 3"]
@@ -69,14 +69,10 @@ def system() -> Iterator[Installation]:
     system.settings["tenants"] = {"testers": {"keys": ["sha256:" + hashlib.sha256(KEY.encode()).hexdigest()]}}
     system.config.write_text(yaml.safe_dump(system.settings))
     system.http.headers["Authorization"] = f"Bearer {KEY}"
-    try:
-        system.start()
+    with system.running():
         for model in ("base", "org/embed"):
             eventually(lambda model=model: system.replicas(model), f"a replica of {model}", 60)
         yield system
-    finally:
-        system.close()
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 Ask = tuple[str, str, str]

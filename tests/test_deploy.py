@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import pytest
 import yaml
 from cloudcoil.models.prometheus_operator.v1 import ServiceMonitor
 from compose_spec import PyCompose
+from conftest import require_root
 
 from policies import config
 
@@ -65,6 +67,9 @@ def test_scripts_can_be_run_and_say_how(script: Path) -> None:
     assert re.search(r"^# (Usage:|What CI runs|Usage)", script.read_text(), re.MULTILINE)
 
 
+Elsewhere = Callable[..., subprocess.CompletedProcess[str]]
+
+
 def host(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     return run(DEPLOY / "install/host.sh", *arguments, env=os.environ | environ)
 
@@ -99,6 +104,107 @@ def test_what_cannot_be_installed_is_said(arguments: tuple[str, ...], said: str)
     tried = host(*arguments, PYTHON=sys.executable)
     assert tried.returncode in (1, 2)
     assert said in tried.stderr
+
+
+HOSTS = {
+    "Debian 12": "ID=debian\nVERSION_ID=12\n",
+    "Debian 13": "ID=debian\nVERSION_ID=13\n",
+    "Ubuntu 22.04": "ID=ubuntu\nID_LIKE=debian\nVERSION_ID=22.04\n",
+    "Ubuntu 24.04": "ID=ubuntu\nID_LIKE=debian\nVERSION_ID=24.04\n",
+    "Linux Mint": 'ID=linuxmint\nID_LIKE="ubuntu debian"\nVERSION_ID=22\n',
+}
+OTHERS = {
+    "Fedora": "ID=fedora\nVERSION_ID=42\n",
+    "Rocky Linux": 'ID=rocky\nID_LIKE="rhel centos fedora"\n',
+    "Alpine": "ID=alpine\n",
+    "nothing": "",
+}
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Elsewhere:
+    """Runs host.sh as on another system: its /etc/os-release, and its apt, which has these packages and installs none."""
+    require_root()
+
+    def ran(os_release: str, *arguments: str, has: Sequence[str] = (), **environ: str) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "os-release").write_text(os_release)
+        tools = tmp_path / "tools"
+        tools.mkdir(exist_ok=True)
+        candidates = "|".join(has) or "none"
+        policy = f"case $2 in {candidates}) echo '  Candidate: 3.99' ;; *) echo '  Candidate: (none)' ;; esac"
+        uris = "echo \"'http://archive.ubuntu.com/ubuntu/dists/noble/InRelease' file 0\""
+        for program, does in {"apt-cache": policy, "apt-get": uris}.items():
+            (tools / program).write_text(f"#!/bin/sh\n{does}\n")
+            (tools / program).chmod(0o755)
+        inside = 'mount --bind "$0" /etc/os-release && exec "$@"'
+        argv = ["unshare", "--mount", "sh", "-c", inside, tmp_path / "os-release", DEPLOY / "install/host.sh", *arguments]
+        return run(*argv, env=os.environ | {"PATH": f"{tools}:{os.environ['PATH']}"} | environ)
+
+    return ran
+
+
+@pytest.fixture
+def old_python(tmp_path: Path) -> str:
+    """One of a system whose own is too old, as Ubuntu 22.04's 3.10."""
+    program = tmp_path / "python3.10"
+    program.write_text("#!/bin/sh\nexit 1\n")
+    program.chmod(0o755)
+    return str(program)
+
+
+@pytest.mark.parametrize("system", HOSTS)
+def test_every_system_that_is_named_is_taken(system: str, elsewhere: Elsewhere, tmp_path: Path) -> None:
+    tried = elsewhere(HOSTS[system], "--dry-run", "--prefix", f"{tmp_path}/rewake", "--criu", "/bin/true", PYTHON=sys.executable)
+    assert tried.returncode == 0, tried.stderr
+    assert "-m venv" in tried.stdout
+
+
+@pytest.mark.parametrize("system", OTHERS)
+def test_other_systems_are_told_what_to_do_instead(system: str, elsewhere: Elsewhere) -> None:
+    tried = elsewhere(OTHERS[system], "--dry-run", "--criu", "/bin/true", PYTHON=sys.executable)
+    assert tried.returncode == 1
+    assert "neither Debian nor Ubuntu" in tried.stderr
+    assert "pip install ." in tried.stderr
+
+
+@pytest.mark.parametrize(
+    ("has", "takes"), [(["python3.11"], "python3.11"), (["python3.11", "python3.12"], "python3.12"), ([], "")], ids=str
+)
+def test_where_the_systems_python_is_too_old_the_archives_newest_comes_beside_it(
+    elsewhere: Elsewhere, old_python: str, has: list[str], takes: str, tmp_path: Path
+) -> None:
+    """As on Ubuntu 22.04."""
+    arguments = ("--dry-run", "--compiler", "--prefix", f"{tmp_path}/rewake", "--criu", "/bin/true")
+    tried = elsewhere(HOSTS["Ubuntu 22.04"], *arguments, has=has, PYTHON=old_python, CC="/bin/false")
+    if takes:
+        assert tried.returncode == 0, tried.stderr
+        assert f"installing packages: {takes} {takes}-venv gcc {takes}-dev" in tried.stderr
+        assert f"/usr/bin/{takes} -m venv" in tried.stdout
+    else:
+        assert tried.returncode == 1
+        assert "no Python 3.11 or newer" in tried.stderr
+
+
+def test_criu_where_apt_knows_no_debian_mirror(elsewhere: Elsewhere, tmp_path: Path) -> None:
+    """As on Ubuntu: what to do is said, and one that is named is asked."""
+    program = DEPLOY / "install/criu.sh"
+    path = {"PATH": f"{tmp_path}/tools:/usr/bin:/bin"}
+    elsewhere(HOSTS["Ubuntu 24.04"], "--dry-run", "--criu", "/bin/true", PYTHON=sys.executable)  # puts the tools there
+    tried = run(program, tmp_path / "criu", env=os.environ | path)
+    assert tried.returncode == 1
+    assert "names no Debian archive" in tried.stderr
+    assert "REWAKE_DEBIAN_MIRROR=URI" in tried.stderr
+    assert "debian-archive-keyring" in tried.stderr
+    named = run(program, tmp_path / "criu", env=os.environ | path | {"REWAKE_DEBIAN_MIRROR": "http://debian.example/debian/"})
+    assert "looking for criu >= 4.2 at http://debian.example/debian (sid)" in named.stderr
+
+
+@pytest.mark.parametrize(("option", "compiles"), [("--compiler", True), ("--interpreted", False)])
+def test_the_data_path_is_compiled_or_not_as_is_asked(option: str, compiles: bool, tmp_path: Path) -> None:
+    said = host("--dry-run", option, "--prefix", str(tmp_path / "rewake"), "--criu", "/bin/true", PYTHON=sys.executable)
+    assert said.returncode == 0, said.stderr
+    assert ("REWAKE_COMPILE=1" in said.stdout) is compiles
+    assert ("the data path is interpreted" in said.stderr) is not compiles
 
 
 # ---------------------------------------------------------------- systemd
@@ -153,8 +259,11 @@ def test_the_restorer_has_the_same_capabilities_everywhere() -> None:
     assert not capabilities("rewake-gateway.service")
     restorer = compose()["services"]["restorer"]
     pod = next(each for each in resources("base") if each["kind"] == "DaemonSet")["spec"]["template"]["spec"]
-    for added in (restorer["cap_add"], pod["containers"][0]["securityContext"]["capabilities"]["add"]):
-        assert {f"CAP_{each}" for each in added} == least
+    assert {f"CAP_{each}" for each in restorer["cap_add"]} == least
+    # A door becomes somebody else, and that one's processes must still be ended.
+    doors = {"CAP_SETUID", "CAP_SETGID", "CAP_KILL"}
+    assert doors < capabilities("rewake.service")
+    assert {f"CAP_{each}" for each in pod["containers"][0]["securityContext"]["capabilities"]["add"]} == least | doors
 
 
 # ---------------------------------------------------------------- containers
@@ -250,6 +359,18 @@ def test_gateways_on_kubernetes_have_nothing_to_lose() -> None:
     assert not pod["automountServiceAccountToken"]
 
 
+def test_gateways_on_kubernetes_may_connect_to_every_door() -> None:
+    for folder in FOLDERS:
+        expose = config.parse(filled(DEPLOY / "kubernetes" / folder / "rewake.yaml")).restorer.expose
+        assert expose is not None
+        policies = {each["metadata"]["name"]: each["spec"] for each in resources("base") if each["kind"] == "NetworkPolicy"}
+        open_ports = [one for rule in policies["rewake-gateway"]["egress"] for one in rule["ports"] if "endPort" in one]
+        assert [range(one["port"], one["endPort"] + 1) for one in open_ports] == [expose.range]
+    objects = {each["kind"]: each for each in resources("base")}
+    assert "hostNetwork" not in objects["Deployment"]["spec"]["template"]["spec"]
+    assert objects["DaemonSet"]["spec"]["template"]["spec"]["hostNetwork"]
+
+
 def test_selectors_find_their_pods() -> None:
     objects = resources("base")
     pods = [each["spec"]["template"]["metadata"]["labels"] for each in objects if "template" in each.get("spec", {})]
@@ -257,7 +378,7 @@ def test_selectors_find_their_pods() -> None:
     selectors += [each["spec"]["selector"]["matchLabels"] for each in objects if each["kind"] == "PodDisruptionBudget"]
     policies = [each for each in objects if each["kind"] == "NetworkPolicy"]
     selectors += [each["spec"]["podSelector"]["matchLabels"] for each in policies if each["spec"]["podSelector"]]
-    assert len(selectors) == 4
+    assert len(selectors) == 5
     assert all(any(selector.items() <= labels.items() for labels in pods) for selector in selectors)
 
 
@@ -266,7 +387,8 @@ def test_selectors_find_their_pods() -> None:
 
 def filled(file: Path) -> Any:
     """As the file is used: its placeholders replaced."""
-    return yaml.safe_load(file.read_text().replace("@NODE@", "node-1").replace("@REDIS_PASSWORD@", "secret"))
+    text = file.read_text().replace("@NODE@", "node-1").replace("@ADDRESS@", "10.0.0.5")
+    return yaml.safe_load(text.replace("@REDIS_PASSWORD@", "secret"))
 
 
 @pytest.mark.parametrize("file", sorted([*DEPLOY.rglob("rewake*.yaml"), DEPLOY / "examples/starter.yaml"]), ids=name)
@@ -281,8 +403,11 @@ def test_what_fills_in_a_nodes_settings_does(folder: str, tmp_path: Path) -> Non
         pod = next(each for each in resources("base") if each["kind"] == kind)["spec"]["template"]["spec"]
         program = pod["initContainers"][0]["command"][-1]
         program = program.replace("/settings/", f"{DEPLOY}/kubernetes/{folder}/").replace("/etc/rewake/", f"{tmp_path}/")
-        done = run(sys.executable, "-c", program, env={"NODE": "gpu-7.example.org", "REDIS_PASSWORD": "a/b@c:d#e"})
+        env = {"NODE": "gpu-7.example.org", "ADDRESS": "10.0.0.7", "REDIS_PASSWORD": "a/b@c:d#e"}
+        done = run(sys.executable, "-c", program, env=env)
         assert done.returncode == 0, done.stderr
         parsed = config.parse(yaml.safe_load((tmp_path / "rewake.yaml").read_text()))
-        assert parsed.store.namespace == "gpu-7.example.org"
+        assert parsed.restorer.host == "gpu-7.example.org"
+        assert parsed.restorer.expose is not None
+        assert parsed.restorer.expose.address == "10.0.0.7"
         assert parsed.store.url == "redis://:a%2Fb%40c%3Ad%23e@rewake-redis.rewake.svc:6379/0"

@@ -65,7 +65,7 @@ def _of(page: Path) -> str:
     said = []
     for block in blocks(page):
         if block.shell and not block.why_not:
-            said += [f"echo '### {block}'", "set -x", block.text.rstrip(), "{ set +x; } 2>/dev/null"]
+            said += [f"echo '### {block}'", "PS4='+ $SECONDS s: '; set -x", block.text.rstrip(), "{ set +x; } 2>/dev/null"]
     return "\n".join(said) + "\n"
 
 

@@ -51,11 +51,8 @@ def system(place: Path) -> Iterator[Installation]:
         "picky": small(mapped, hold, on_no_snapshot="reject", weights=[str(extra), str(other)]),
     }
     system = Installation(place, network(18), models)
-    try:
-        system.start()
+    with system.running():
         yield system
-    finally:
-        system.close()
 
 
 @pytest.fixture(autouse=True)

@@ -65,11 +65,8 @@ def system(place: Path) -> Iterator[Installation]:
         "deaf": gpu_model(place, "--seed", "9", "--deaf", snapshot={"create": "auto"}),
     }
     system = Installation(place, network(19), models, gpu_helper=helper, failure_backoff_s=0.1, max_attempts=1)
-    try:
-        system.start()
+    with system.running():
         yield system
-    finally:
-        system.close()
 
 
 @pytest.fixture(autouse=True)
@@ -303,7 +300,7 @@ def test_a_suspended_engine_that_died_gives_way_to_its_snapshot(system: Installa
 def test_a_suspended_engine_ends_when_its_time_is_over(system: Installation, nap: Path) -> None:
     replica = restored(system, "nap")
     system.park("nap")
-    eventually(lambda: not system.engines(replica["incarnation"]), "it is ended", within=15)
+    eventually(lambda: not system.engines(replica["incarnation"]), "it is ended")
 
 
 def test_a_suspended_engine_is_no_replica_to_the_next_restorer(system: Installation, nap: Path) -> None:
@@ -311,7 +308,7 @@ def test_a_suspended_engine_is_no_replica_to_the_next_restorer(system: Installat
     system.park("nap")
     system.kill_restorer()
     eventually(system.ready, "ready")
-    eventually(lambda: not system.engines(replica["incarnation"]), "it is removed", within=5)
+    eventually(lambda: not system.engines(replica["incarnation"]), "it is removed")
 
 
 # ---------------------------------------------------------------- the cases

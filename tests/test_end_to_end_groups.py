@@ -6,17 +6,14 @@ import concurrent.futures
 import contextlib
 import os
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from conftest import require_root
-from e2e_installation import PROMPT, Installation, argv_of, eventually, llama, network
+from e2e_installation import PROMPT, Installation, a_place, argv_of, eventually, llama, network
 
 pytestmark = pytest.mark.criu
 
@@ -25,10 +22,7 @@ GROUPED = {"group": "gpu", "concurrency": 1, "idle_park_s": 600}
 
 @pytest.fixture(scope="module")
 def system() -> Iterator[Installation]:
-    require_root()
-    with tempfile.TemporaryDirectory(prefix="rewake-e2e-", dir="/var/tmp", ignore_cleanup_errors=True) as folder:
-        place = Path(folder)
-        place.chmod(0o755)
+    with a_place("groups") as place:
         models = {
             "left": llama(**GROUPED, preload=True),
             "right": llama(**GROUPED),
@@ -36,12 +30,8 @@ def system() -> Iterator[Installation]:
         }
         system = Installation(place, network(17), models)
         system.configure(groups={"gpu": {"min_tenure_s": 1, "max_wait_s": 6}})
-        try:
-            system.start()
+        with system.running():
             yield system
-        finally:
-            system.close()
-            print((place / "up.log").read_text())
 
 
 class Watch:

@@ -5,31 +5,20 @@ from __future__ import annotations
 import concurrent.futures
 import os
 import signal
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from conftest import require_root
-from e2e_installation import Installation, eventually, network, small
+from e2e_installation import Installation, a_place, eventually, network, small
 
 pytestmark = pytest.mark.criu
 
 
 @pytest.fixture
 def system() -> Iterator[Installation]:
-    require_root()
-    with tempfile.TemporaryDirectory(prefix="rewake-e2e-", dir="/var/tmp", ignore_cleanup_errors=True) as folder:
-        place = Path(folder)
-        place.chmod(0o755)
+    with a_place("life") as place:
         (place / "mapped").write_bytes(b"x" * 4096)
-        system = Installation(place, network(16), {"old": small(place / "mapped", place / "hold")})
-        try:
-            system.start()
+        with Installation(place, network(16), {"old": small(place / "mapped", place / "hold")}).running() as system:
             yield system
-        finally:
-            system.close()
-            print((place / "up.log").read_text())
 
 
 def test_gateway_case_42_workers_and_models_change_and_the_open_request_ends_well(system: Installation) -> None:

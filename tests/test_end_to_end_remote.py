@@ -55,11 +55,8 @@ def donor(place: Path, s3: S3) -> Iterator[Installation]:
     (place / "edited.bin").write_bytes(b"version 1")
     storage = {"remotes": {"team": settings(s3)}}
     system = installed(place, "donor", 21, models(place), storage)
-    try:
-        system.start()
+    with system.running():
         yield system
-    finally:
-        system.close()
 
 
 @pytest.fixture(scope="module")
@@ -67,11 +64,8 @@ def taker(place: Path, s3: S3, donor: Installation) -> Iterator[Installation]:
     """One that has no snapshots, and pulls them for its starts."""
     storage = {"remotes": {"team": settings(s3)}, "pull": "team", "pull_timeout_s": 60, "reserve_bytes": 0}
     system = installed(place, "taker", 22, models(place), storage)
-    try:
-        system.start()
+    with system.running():
         yield system
-    finally:
-        system.close()
 
 
 def models(place: Path) -> dict[str, Any]:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import statistics
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import require_root
-from e2e_installation import ROOT, Installation, manifest_of, network
+from e2e_installation import ROOT, Installation, a_place, manifest_of, needed, network
 
 from policies import floor
 from policies.replica import Replica
@@ -39,20 +36,15 @@ def engine(path: Path, **policy: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def system() -> Iterator[Installation]:
-    require_root()
-    # Not pytest's folder: socket paths are short, and the gateway's account must be able to pass.
-    folder = Path(tempfile.mkdtemp(prefix="rewake-e2e-", dir="/var/tmp"))
-    folder.chmod(0o755)
-    mapped = folder / "mapped.bin"
-    mapped.write_bytes(os.urandom(MIB) * 80)
-    models = {"big": engine(mapped, max_replicas=4, concurrency=1)}
-    one = Installation(folder, network(21), models, parallel_starts=2, criu_timeout_s=60, lease_s=10)
-    try:
-        one.start()
-        yield one
-    finally:
-        one.close()
-        shutil.rmtree(folder, ignore_errors=True)
+    with a_place("speed") as folder:
+        mapped = folder / "mapped.bin"
+        mapped.write_bytes(os.urandom(MIB) * 80)
+        models = {"big": engine(mapped, max_replicas=4, concurrency=1), "contained": engine(mapped)}
+        models["contained"]["engine"]["backend"] = "runc"
+        more = {"parallel_starts": 2, "criu_timeout_s": 60, "lease_s": 10, "runc": needed("REWAKE_RUNC")}
+        one = Installation(folder, network(21), models, **more)
+        with one.running():
+            yield one
 
 
 @pytest.fixture(scope="module")
@@ -66,10 +58,10 @@ def evicted(*paths: Path) -> None:
         pytest.skip("this file system keeps its files in memory")
 
 
-def restored(system: Installation) -> Replica:
-    answer = system.complete("big")
+def restored(system: Installation, model: str = "big") -> Replica:
+    answer = system.complete(model)
     assert (answer.status_code, answer.headers["x-rewake-start"]) == (200, "restored"), answer.text
-    (record,) = system.replicas("big")
+    (record,) = system.replicas(model)
     return Replica.model_validate(record)
 
 
@@ -147,3 +139,19 @@ def test_restore_case_10_one_two_and_four_clones_and_none_of_them_starves(system
         assert max(took[count]) < 5 * statistics.median(took[count]) + 2
         system.park("big")
     assert max(took[4]) < 8 * took[1][0] + 5, took
+
+
+def test_memory_of_a_container_is_taken_out_and_filled_too(system: Installation) -> None:
+    """By runc CRIU is told to leave the tree stopped as well; the canary's answer is a hash over all of the memory."""
+    snapshot = system.snapshot("contained")
+    plan = json.loads((snapshot / "images/bulk.json").read_bytes())
+    moved = sum(size for process in plan["processes"] for _, size, _ in process["runs"])
+    assert MEMORY_BYTES <= moved < MEMORY_BYTES + 32 * MIB
+    for tier in ("disk", "page cache"):
+        (bulk,) = (snapshot / "images").glob("bulk-*.img")
+        evicted(bulk)
+        if tier == "page cache":
+            bulk.read_bytes()
+        stages = {stage.name: stage for stage in restored(system, "contained").stages}
+        assert (stages["fill memory"].tier, stages["fill memory"].bytes) == (tier, moved)
+        system.park("contained")

@@ -40,11 +40,8 @@ def system(place: Path) -> Iterator[Installation]:
     keyring.make(place / "keys/stranger")
     system = Installation(place, network(20), models, failure_backoff_s=0.3)
     system.configure(trust={"sign_with": str(place / "keys/maker"), "secrets": "refuse"})
-    try:
-        system.start()
+    with system.running():
         yield system
-    finally:
-        system.close()
 
 
 def refused(system: Installation, model: str) -> str:
@@ -68,6 +65,12 @@ def flip(path: Path, at: int = 0) -> None:
     path.chmod(mode)
 
 
+def faults(system: Installation, model: str, kind: str) -> float:
+    """What metrics have counted of one kind."""
+    series = re.compile(rf'^rewake_snapshot_faults_total{{(?=.*kind="{kind}")(?=.*model="{model}").*}} (\S+)$', re.MULTILINE)
+    return sum(float(value) for value in series.findall(system.http.get("/metrics").text))
+
+
 def served(system: Installation, model: str) -> None:
     """It is restored, once what it answered before is forgotten."""
     answer = eventually(lambda: (found := system.complete(model)).status_code == 200 and found, f"{model} to be served")
@@ -88,6 +91,7 @@ def test_restore_case_84_an_edited_image_with_its_hash_updated_is_refused_before
     reason = refused(system, "edited")
     for word in ("signature", signer, "trust.policy require"):
         assert word in reason, reason
+    eventually(lambda: faults(system, "edited", "signature"), "the refusal to be counted")
     (id,) = [one["id"] for one in json.loads(system.cli("snapshot", "ls", "--json").stdout) if one["model"] == "edited"]
     assert "refused: forged" in system.cli("snapshot", "ls").stdout
     verified = system.cli("snapshot", "verify", id)
@@ -185,6 +189,7 @@ def test_what_others_can_write_is_refused_and_the_chmod_mends_it(system: Install
     store.chmod(0o770)
     reason = refused(system, "open")
     assert f"chmod go-w {store}" in reason, reason
+    eventually(lambda: faults(system, "open", "owner"), "the refusal to be counted")
     store.chmod(0o700)
     served(system, "open")
     os.chown(store, 65534, -1)

@@ -40,7 +40,7 @@ async def ask(port: int, version: str) -> tuple[bytes, bytes, bool]:
     head = f"POST {CHAT} HTTP/{version}\r\nHost: g\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
     writer.write(head.encode() + body)
     try:
-        while piece := await asyncio.wait_for(reader.read(65536), 5):
+        while piece := await asyncio.wait_for(reader.read(65536), 30):
             seen += piece
     except ConnectionError:
         was_reset = True

@@ -146,7 +146,7 @@ async def test_a_reader_that_stops_stops_the_replica(store, store_server):
                 await asyncio.sleep(0.3)
             assert sent < 32 << 20
             writer.transport.abort()
-        await eventually(lambda: served.counts() == (0, 0, 0) and fake.inflight == 0, within=2)
+        await eventually(lambda: served.counts() == (0, 0, 0) and fake.inflight == 0)
 
 
 async def test_a_stopped_incarnation_gets_no_more_bytes(store, store_server):

@@ -42,7 +42,7 @@ class Supervising:
 @contextlib.asynccontextmanager
 async def supervised(*first: ToChild) -> AsyncIterator[tuple[Line, Supervising]]:
     ours, theirs = socket.socketpair()
-    ours.settimeout(5)
+    ours.settimeout(30)
     other = Supervising(ours)
     other.say(*first)
     inherited = Line(theirs.detach())
@@ -167,7 +167,7 @@ def test_systemd_is_told_if_it_has_asked(tmp_path: Path, abstract: bool) -> None
     name = f"rewake-test-{os.getpid()}" if abstract else str(tmp_path / "notify")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
         systemd.bind(f"\0{name}" if abstract else name)
-        systemd.settimeout(5)
+        systemd.settimeout(30)
         notify("READY=1", {"NOTIFY_SOCKET": f"@{name}" if abstract else name})
         assert systemd.recv(64) == b"READY=1"
     notify("STOPPING=1", {"NOTIFY_SOCKET": str(tmp_path / "nobody")})

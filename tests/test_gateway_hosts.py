@@ -6,7 +6,7 @@ import asyncio
 
 import redis.asyncio
 from conftest import eventually
-from fake_replica import configuration, serving
+from fake_replica import ADMIN, configuration, serving
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -105,7 +105,7 @@ async def test_a_store_that_hangs_does_not_hang_a_scrape(monkeypatch) -> None:
             await asyncio.Event().wait()
 
     monkeypatch.setattr("gateway.hosts._WITHIN_S", 0.01)
-    await asyncio.wait_for(Hosts(Numbers()).look(), 5)
+    await asyncio.wait_for(Hosts(Numbers()).look(), 30)
 
 
 async def test_metrics_may_need_a_key(store: redis.asyncio.Redis, store_server: str) -> None:
@@ -114,6 +114,7 @@ async def test_metrics_may_need_a_key(store: redis.asyncio.Redis, store_server: 
         assert (await served.client.get("/metrics")).status_code == 401
         assert (await served.client.get("/metrics", headers={"Authorization": "Bearer rk-2"})).status_code == 401
         assert (await served.client.get("/metrics", headers={"Authorization": "Bearer rk-1"})).status_code == 200
+        assert (await served.client.get("/metrics", headers=ADMIN)).status_code == 200
         served.gateway.current.replace(configuration())
         assert (await served.client.get("/metrics")).status_code == 200
 

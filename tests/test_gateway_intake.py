@@ -90,7 +90,7 @@ async def test_a_body_that_is_closed_while_a_thread_reads_it_ends_cleanly():
 
     def slow(data) -> bytes:
         loop.call_soon_threadsafe(entered.set)
-        leave.wait(5)
+        leave.wait(30)
         return bytes(data[:1])
 
     looking = asyncio.create_task(kept.look(slow))
@@ -134,7 +134,7 @@ async def test_slow_bodies_are_408_whether_they_stop_or_drip(monkeypatch):
 
     monkeypatch.setattr(intake, "GRACE_S", 0.1)
     with pytest.raises(errors.SlowRequest):
-        await asyncio.wait_for(door().read(CHAT, {}, Drip()), 5)
+        await asyncio.wait_for(door().read(CHAT, {}, Drip()), 30)
 
 
 async def test_a_client_that_leaves_in_mid_body_leaves_nothing():

@@ -159,7 +159,7 @@ async def test_time_gives_new_budget(store: redis.asyncio.Redis, store_server: s
         refused = await pay(limits)
         assert refused is not None
         assert 0 < (refused.retry_after_s or 0) <= 0.2
-        await eventually(lambda: _went(limits), within=2)
+        await eventually(lambda: _went(limits))
 
 
 async def _went(limits: Limits) -> bool:
@@ -240,7 +240,7 @@ async def test_a_debt_is_announced_once(store: redis.asyncio.Redis, store_server
         await settle(store_server, requests=None, tokens=60, owed=owed)
     await store.publish("rewake:events", "end")
     heard: list[str] = []
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while "end" not in heard:
             message = await pubsub.get_message(ignore_subscribe_messages=True, timeout=1)
             heard += [] if message is None else [message["data"]]
@@ -266,7 +266,7 @@ async def test_a_debt_is_known_to_other_gateways(store: redis.asyncio.Redis, sto
         assert await pay(one) is None
         assert await pay(two) is None
         one.charge_tokens("t", 1000)
-        await eventually(lambda: _refused(two), within=2)
+        await eventually(lambda: _refused(two))
 
 
 async def _refused(limits: Limits) -> bool:
@@ -315,7 +315,7 @@ async def test_what_was_spent_alone_is_owned_up_to(store: redis.asyncio.Redis, s
         refused = await pay(limits)
         assert refused is not None
         counted.down = False
-        await eventually(lambda: _field(store, "tokens", below=-900), within=3)
+        await eventually(lambda: _field(store, "tokens", below=-900))
         assert await _field(store, "requests", below=12)
 
 
@@ -358,7 +358,7 @@ async def test_a_store_that_pauses_holds_up_nobody_for_long(store: redis.asyncio
         assert await passed(limits, 50) == 50
         assert asyncio.get_running_loop().time() - began < 1.8
         assert limits.charge_request("t")
-        await eventually(lambda: _field(store, "requests", below=60), within=8)
+        await eventually(lambda: _field(store, "requests", below=60))
         assert await passed(limits, 100) < 60
 
 

@@ -209,7 +209,7 @@ async def test_waiting_for_an_operation_is_pushed(fleet, store_server, store):
     link = Link(mine, Registry(["m"]), ["m"])
     operations = Operations(mine, link)
     listening = asyncio.create_task(link.run())
-    await asyncio.wait_for(link.connected.wait(), 5)
+    await asyncio.wait_for(link.connected.wait(), 30)
     operation = (await operations.scale_up("m", 1, "admin")).operation
     assert (await operations.wait(operation.id, 0)).state is OperationState.RUNNING
     since = asyncio.get_running_loop().time()

@@ -80,7 +80,7 @@ async def test_a_drain_does_not_wait_for_who_only_watches(store, store_server):
         waiting = asyncio.create_task(overview(served, after=seen["version"], wait="30"))
         await eventually(lambda: served.gateway.life.open == 1)
         served.gateway.life.drain()
-        await asyncio.wait_for(waiting, 10)
+        await asyncio.wait_for(waiting, 30)
 
 
 async def test_a_lost_store_is_said_and_what_is_known_is_shown(tmp_path):

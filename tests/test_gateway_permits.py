@@ -165,7 +165,7 @@ async def test_a_waiting_gateway_gets_its_share_as_soon_as_something_ends(store,
         await eventually(lambda: a.limit == 2, what="a knows that b waits")
         for expected in (1, 2):
             a.end()
-            await eventually(lambda expected=expected: b.used == expected, within=1)
+            await eventually(lambda expected=expected: b.used == expected)
         assert (a.used, b.used) == (2, 2)
         a.end()
         assert a.used == 2, "its share is its own again"
@@ -196,7 +196,7 @@ async def test_with_fewer_permits_than_gateways_everybody_has_a_turn(store, stor
                     gateway.end()
             return min(served.values()) > 3
 
-        await eventually(turn_over, within=12, what=f"turns for all: {served}")
+        await eventually(turn_over, what=f"turns for all: {served}")
 
 
 async def test_without_the_store_what_is_held_is_used(store, store_server):
@@ -210,7 +210,7 @@ async def test_without_the_store_what_is_held_is_used(store, store_server):
             a.end(4)
             assert a.used == 4
         a.lender.lost = b.lender.lost = False
-        await eventually(lambda: a.used == 8, within=5)
+        await eventually(lambda: a.used == 8)
 
 
 async def test_a_gateway_that_leaves_gives_all_back_at_once(store, store_server):
@@ -224,7 +224,7 @@ async def test_a_gateway_that_leaves_gives_all_back_at_once(store, store_server)
         a.fleet.clear()
         a.permits._ledger = a.ledger
         await a.permits.leave()
-        await eventually(lambda: b.used == 4, within=2)
+        await eventually(lambda: b.used == 4)
         assert set(await noted(store)) == {"g1"}
 
 
@@ -238,7 +238,7 @@ async def test_a_gateway_that_died_is_forgotten_after_a_while(store, store_serve
         await eventually(lambda: a.used == 4)
         a.lender.lost = True
         b.ask(4)
-        await eventually(lambda: b.used == 4, within=3)
+        await eventually(lambda: b.used == 4)
 
 
 async def test_a_successor_takes_over_at_once_from_a_gateway_that_was_killed(store, store_server):
@@ -250,14 +250,14 @@ async def test_a_successor_takes_over_at_once_from_a_gateway_that_was_killed(sto
         killed.lender.lost = True
         successor.permits.dead = "g0"
         successor.ask(4)
-        await eventually(lambda: successor.used == 4, within=1)
+        await eventually(lambda: successor.used == 4)
         assert await noted(store) == {"g1": 4}
 
 
 async def test_a_store_that_forgot_gives_no_more_until_all_have_spoken(tmp_path):
     with running_store(tmp_path) as url:
         async with gateways(url, 2, 8) as [a, b]:
-            await eventually(lambda: a.limit + b.limit == 8, within=12)
+            await eventually(lambda: a.limit + b.limit == 8)
             a.ask(3)
             b.ask(3)
             await eventually(lambda: (a.used, b.used) == (3, 3))
@@ -269,7 +269,7 @@ async def test_a_store_that_forgot_gives_no_more_until_all_have_spoken(tmp_path)
                 await asyncio.sleep(0.02)
                 assert a.used + b.used <= 8
             b.lender.lost = False
-            await eventually(lambda: a.used == 5, within=8)
+            await eventually(lambda: a.used == 5)
             assert b.used == 3
             await client.aclose()
 
@@ -304,14 +304,14 @@ async def test_pools_of_tenants_are_shared_like_replicas(store, store_server):
             sum(g.permits.tenant_limit("t") or 0 for g in (a, b)),
             sum(g.permits.places("t") or 0 for g in (a, b)),
         )
-        await eventually(lambda: sums() == (6, 10), within=12)
+        await eventually(lambda: sums() == (6, 10))
         a.ledger.hold("m", 1, "t")
         a.ledger.grant("m", 1, "i", "t")
         for _ in range(9):
             a.ledger.hold("m", 1, "t")
         a.permits.wanted()
-        await eventually(lambda: a.permits.tenant_limit("t") == 6, within=5)
-        await eventually(lambda: a.permits.places("t") == 10, within=5)
+        await eventually(lambda: a.permits.tenant_limit("t") == 6)
+        await eventually(lambda: a.permits.places("t") == 10)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -130,7 +130,7 @@ async def test_errors_of_the_framework_have_our_shape(store_server, store):
             post(b"", head="Content-Length: +1\r\n"),
         ):
             reader, writer = await raw(served.port, junk)
-            answer = await asyncio.wait_for(reader.read(), 5)
+            answer = await asyncio.wait_for(reader.read(), 30)
             writer.close()
             head, _, body = answer.partition(b"\r\n\r\n")
             assert b" 400 " in head.split(b"\r\n")[0]
@@ -182,7 +182,7 @@ async def test_case_39_upstream_death_in_a_stream_is_an_error_frame_and_no_clean
         seen = await reader.readuntil(b'"c"')
         cut.set()
         with contextlib.suppress(ConnectionError):
-            seen += await asyncio.wait_for(reader.read(), 5)
+            seen += await asyncio.wait_for(reader.read(), 30)
         writer.close()
         frame = seen[seen.index(b'data: {"error"') :].split(b"\n\n")[0]
         assert json.loads(frame.removeprefix(b"data: "))["error"]["code"] == "upstream_error"
@@ -216,7 +216,7 @@ async def test_truncated_answers_never_look_complete(store, store_server, versio
             head = (await reader.readuntil(b"\r\n\r\n")).lower()
             was_reset, rest = False, b""
             try:
-                while piece := await asyncio.wait_for(reader.read(100), 5):
+                while piece := await asyncio.wait_for(reader.read(100), 30):
                     rest += piece
             except ConnectionError:
                 was_reset = True
@@ -250,8 +250,8 @@ async def test_case_23_client_leaving_closes_the_upstream_and_frees_the_slot(sto
             await reader.readuntil(b'"a"')
         await eventually(lambda: served.inflight() == 1 and fake.requests)
         writer.transport.abort()
-        await asyncio.wait_for(left.wait(), 1)
-        await eventually(lambda: served.counts() == (0, 0, 0), within=1)
+        await asyncio.wait_for(left.wait(), 30)
+        await eventually(lambda: served.counts() == (0, 0, 0))
 
 
 async def test_case_28_stale_reused_connection_is_replayed_once_on_a_fresh_one(store, store_server):
@@ -315,7 +315,7 @@ async def test_case_12_first_byte_timer_starts_at_dispatch(store, store_server):
         response = await served.chat()
         assert (response.status_code, response.json()["error"]["code"]) == (504, "upstream_timeout")
         assert response.headers["x-should-retry"] == "false"
-        await asyncio.wait_for(silent.wait(), 1)
+        await asyncio.wait_for(silent.wait(), 30)
         assert served.counts() == (0, 0, 0)
 
 
@@ -336,7 +336,7 @@ async def test_silence_within_a_body_ends_it(store, store_server):
         await Fleet(store).admit(fake)
         await eventually(lambda: served.gateway.registry.available("m"))
         reader, writer = await raw(served.port, post(BODY))
-        seen = await asyncio.wait_for(reader.read(), 5)
+        seen = await asyncio.wait_for(reader.read(), 30)
         writer.close()
         assert b"upstream_timeout" in seen
         assert not seen.endswith(b"0\r\n\r\n")
@@ -378,7 +378,7 @@ async def test_end_of_an_incarnation_cuts_its_answers(store, store_server):
         await eventually(lambda: not served.gateway.registry.available("m"))
         assert served.inflight() == 1
         await fleet.change(replica, State.FAILED, reason="the engine died")
-        seen = await asyncio.wait_for(reader.read(), 5)
+        seen = await asyncio.wait_for(reader.read(), 30)
         writer.close()
         assert b"upstream_error" in seen
         assert not seen.endswith(b"0\r\n\r\n")
@@ -474,7 +474,7 @@ async def test_a_body_that_stops_coming_is_408(store, store_server, monkeypatch)
     monkeypatch.setattr(intake, "PAUSE_S", 0.1)
     async with serving(store_server) as served:
         reader, writer = await raw(served.port, b"POST /v1/completions HTTP/1.1\r\nHost: g\r\nContent-Length: 9\r\n\r\n{")
-        assert b" 408 " in await asyncio.wait_for(reader.readline(), 5)
+        assert b" 408 " in await asyncio.wait_for(reader.readline(), 30)
         writer.close()
         await eventually(lambda: served.gateway.life.open == 0)
 

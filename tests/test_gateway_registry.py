@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 
 import pytest
 from conftest import eventually, running_store
@@ -167,7 +166,7 @@ async def linked(url: str):
     link = Link(store, registry, ["m"])
     task = asyncio.create_task(link.run())
     try:
-        await asyncio.wait_for(link.connected.wait(), 5)
+        await asyncio.wait_for(link.connected.wait(), 30)
         yield link, registry
     finally:
         task.cancel()
@@ -186,14 +185,13 @@ async def test_records_written_before_and_after_the_start_are_known(store, store
         assert registry.seq == 2
 
 
-async def test_a_gap_in_the_hints_makes_it_read_everything(store, store_server):
+async def test_a_gap_in_the_hints_makes_it_read_everything(store, store_server, monkeypatch):
+    monkeypatch.setattr(link_module, "REREAD_S", 3600.0)
     async with linked(store_server) as (_, registry):
         fleet = Fleet(store)
         await fleet.admit(FakeReplica(), slot=0, hint=False)
-        since = time.monotonic()
         await fleet.admit(FakeReplica(), slot=1)
         await eventually(lambda: registry.seq == 2)
-        assert time.monotonic() - since < link_module.REREAD_S / 2
         assert len(registry.available("m")) == 2
 
 
@@ -271,8 +269,8 @@ async def test_failure_hints_are_read_at_once(store, store_server):
     async with linked(store_server) as (_, registry):
         fleet = Fleet(store)
         await fleet.fail("m", "why")
-        failure = await eventually(lambda: registry.failure("m"), within=1)
+        failure = await eventually(lambda: registry.failure("m"))
         assert failure.detail == "why"
         await store.delete(fleet.keys.failure("m"))
         await store.publish(fleet.keys.events, Hint(model="m").model_dump_json())
-        await eventually(lambda: registry.failure("m") is None, within=1)
+        await eventually(lambda: registry.failure("m") is None)

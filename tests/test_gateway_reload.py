@@ -53,7 +53,7 @@ async def test_models_come_go_and_change_while_a_stream_runs_and_requests_wait(s
             await eventually(lambda: served.held("gone") == served.held("cold") == 1)
             assert put(served, after)["applied"] == ("models.cold.aliases", "models.gone", "models.new")
             # Whoever waits for a model that is gone hears so at once, and not to come back.
-            refused = await asyncio.wait_for(queued, 5)
+            refused = await asyncio.wait_for(queued, 30)
             assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
             assert refused.headers["x-should-retry"] == "false"
             assert (await served.chat("gone")).status_code == 404

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import re
 import ssl
 import subprocess
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
+import uvloop
 from certificates import Pair, make
 
 from gateway.tls import CertificateError, Certificates, Pem
@@ -51,7 +54,7 @@ async def echo_server(certificates: Certificates) -> AsyncIterator[int]:
     server = await asyncio.start_server(echo, "127.0.0.1", 0, ssl=certificates.context)
     yield server.sockets[0].getsockname()[1]
     server.close()
-    await asyncio.wait_for(asyncio.gather(*ended), 5)
+    await asyncio.wait_for(asyncio.gather(*ended), 30)
 
 
 async def test_the_next_handshake_shows_the_new_certificate_and_open_connections_stay(tmp_path: Path) -> None:
@@ -100,6 +103,48 @@ async def test_old_protocols_are_refused(tmp_path: Path) -> None:
     async with echo_server(Certificates(pem(make(tmp_path, "a")))) as port:
         with pytest.warns(DeprecationWarning, match="TLSv1"), pytest.raises((ssl.SSLError, ConnectionError)):
             await seen(port, minimum_version=ssl.TLSVersion.TLSv1, maximum_version=ssl.TLSVersion.TLSv1_1)
+
+
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+@pytest.mark.parametrize("method", ["GET", "POST", "HEAD", "PUT", "CONNECT"])
+def test_plain_http_is_told_to_use_https(tmp_path: Path, method: str, loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
+    async def ask(port: int) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(f"{method} /v1/models HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        async with asyncio.timeout(20):
+            head = await reader.readuntil(b"\r\n\r\n")
+            body = await reader.readexactly(int(re.findall(rb"(?i)content-length: (\d+)", head)[0]))
+        # Whoever goes on in plain HTTP is cut off.
+        writer.write(b"GET / HTTP/1.1\r\n\r\n")
+        with contextlib.suppress(ConnectionError):
+            async with asyncio.timeout(20):
+                assert not await reader.read()
+        writer.close()
+        return head + body
+
+    async def both() -> None:
+        certificates = Certificates(pem(make(tmp_path, "own")))
+        async with echo_server(certificates) as port:
+            answer = await ask(port)
+            assert answer.startswith(b"HTTP/1.1 400 Bad Request\r\n")
+            assert b"connection: close" in answer.lower()
+            body = json.loads(answer.partition(b"\r\n\r\n")[2])
+            assert body["error"]["code"] == "invalid_scheme"
+            assert "https://" in body["error"]["message"]
+            # And nobody else is the worse for it.
+            assert await seen(port) == ssl.PEM_cert_to_DER_cert(certificates.pem.certificate)
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(both())
+
+
+async def test_what_is_neither_tls_nor_http_is_cut_off_without_a_word(tmp_path: Path) -> None:
+    async with echo_server(Certificates(pem(make(tmp_path, "own")))) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"\x00\x01\x02 what is this?\r\n\r\n")
+        async with asyncio.timeout(20):
+            assert not (await reader.read()).startswith(b"HTTP")
+        writer.close()
 
 
 def test_a_key_is_never_printed(tmp_path: Path) -> None:

@@ -113,12 +113,12 @@ async def test_a_cold_model_holds_the_handshake_and_sends_no_101_before_the_repl
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(reader.read(1), 0.05)
         agree.set()
-        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 30)
         assert head.startswith(b"HTTP/1.1 101 ")
         assert b"x-rewake-incarnation: inc-0-1" in head
         assert b"content-length" not in head.lower()
         assert b"transfer-encoding" not in head.lower()
-        assert await asyncio.wait_for(reader.readexactly(4), 5) == b"\x81\x02hi"
+        assert await asyncio.wait_for(reader.readexactly(4), 30) == b"\x81\x02hi"
         writer.close()
         await eventually(lambda: quiet(served))
 
@@ -169,7 +169,7 @@ async def test_a_replica_that_dies_ends_the_socket_without_a_farewell(store, sto
                 await fleet.change(replica, State.FAILED, reason="the engine died")
             else:
                 end.set()
-            closed = await asyncio.wait_for(socket.receive(), 5)
+            closed = await asyncio.wait_for(socket.receive(), 30)
             assert closed.type in (aiohttp.WSMsgType.CLOSED, aiohttp.WSMsgType.ERROR)
             assert socket.close_code == 1006
         end.set()
@@ -189,11 +189,11 @@ async def test_a_client_that_leaves_frees_the_replica_at_once(store, store_serve
         await eventually(lambda: served.gateway.registry.available("m"))
         reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
         writer.write(RAW)
-        await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+        await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 30)
         assert served.inflight() == 1
         writer.transport.abort()
-        await asyncio.wait_for(left.wait(), 1)
-        await eventually(lambda: quiet(served), within=1)
+        await asyncio.wait_for(left.wait(), 30)
+        await eventually(lambda: quiet(served))
 
 
 async def test_a_socket_on_which_nothing_moves_is_closed(store, store_server):
@@ -206,7 +206,7 @@ async def test_a_socket_on_which_nothing_moves_is_closed(store, store_server):
         await Fleet(store).admit(fake)
         await eventually(lambda: served.gateway.registry.available("m"))
         async with client.ws_connect(PATH) as socket:
-            closed = await asyncio.wait_for(socket.receive(), 5)
+            closed = await asyncio.wait_for(socket.receive(), 30)
             assert closed.type is aiohttp.WSMsgType.CLOSED
         await eventually(lambda: quiet(served))
 
@@ -234,7 +234,7 @@ async def test_a_slow_reader_holds_the_replica_back(store, store_server):
             await asyncio.sleep(0.1)
         assert sent < 20 << 20
         total = 0
-        while piece := await asyncio.wait_for(reader.read(1 << 20), 5):
+        while piece := await asyncio.wait_for(reader.read(1 << 20), 30):
             total += len(piece)
         assert total == 400 * 65536
         writer.close()

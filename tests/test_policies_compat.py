@@ -55,6 +55,13 @@ def configured(**changes: Any) -> Profile:
     return PROFILE.model_copy(update=changes)
 
 
+@pytest.mark.parametrize(("made", "wanted"), [(None, "runc"), ("runc", None)])
+def test_restore_case_28_who_lays_mounts_another_way_does_not_take_the_snapshot(made: str | None, wanted: str | None) -> None:
+    """Which way that is goes by the backend, which a snapshot names and keeps."""
+    found = mismatches(manifest(profile=configured(backend=made)), configured(backend=wanted), HOST)
+    assert [(one.field, one.expected, one.found) for one in found] == [("profile.backend", made or "criu", wanted or "criu")]
+
+
 def test_a_snapshot_fits_where_it_was_made() -> None:
     assert mismatches(manifest(), PROFILE, HOST) == []
 

@@ -112,13 +112,13 @@ def test_ten_thousand_waiters_cost_no_more_each_than_a_hundred() -> None:
 
     def seconds(count: int) -> float:
         waiting = queue()
-        since = time.perf_counter()
+        since = time.thread_time()
         places = [waiting.push(str(n), f"t{n % 7}") for n in range(count)]
         for place in places[::3]:
             waiting.position(place)
             waiting.remove(place)
         drain(waiting)
-        return (time.perf_counter() - since) / count
+        return (time.thread_time() - since) / count
 
     few = min(seconds(100) for _ in range(20))
     assert seconds(10_000) < 10 * few

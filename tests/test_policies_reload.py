@@ -37,6 +37,7 @@ def test_nothing_changed() -> None:
         ("gateway__tls", {"certificate": "/c.pem", "key": "/k.pem"}),
         ("store__url", "redis://elsewhere"),
         ("store__namespace", "other"),
+        ("metrics__address", "127.0.0.1:9464"),
         ("state_dir", "/elsewhere"),
         ("run_dir", "/elsewhere"),
         ("restorer__criu", "/elsewhere"),

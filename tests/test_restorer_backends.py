@@ -79,11 +79,8 @@ def system(place: Path) -> Iterator[Installation]:
     models["brief"] = {**deep, "engine": {**deep["engine"], "sleep": {"keep_s": 2}}}
     models["bundled"] = bundled(place)
     system = Installation(place, network(19), models, runc=needed("REWAKE_RUNC"), lease_s=8)
-    try:
-        system.start()
+    with system.running():
         yield system
-    finally:
-        system.close()
     assert system.nothing_left()
     eventually(lambda: not left_over(), "no control group of engines that have ended")
 

@@ -79,7 +79,7 @@ async def test_killing_one_removes_processes_folder_link_and_state(factory: BoxF
     assert engine is not None
     async with watch(engine) as ended:
         await factory.discard(box)
-        await asyncio.wait_for(ended, 5)
+        await asyncio.wait_for(ended, 30)
     assert not box.alive
     assert not box.folder.exists()
     assert not box.state_file.exists()

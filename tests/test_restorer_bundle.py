@@ -74,7 +74,7 @@ def test_a_folder_below_tmp_is_seen_only_where_the_engine_is_told_of_it(tmp_path
     assert all(mounted.index(one) > mounted.index("/tmp") for one in below)
 
 
-def test_a_bundle_gives_root_environment_and_binds_and_no_hook_of_it_runs(tmp_path: Path) -> None:
+def test_restore_case_49_a_bundle_gives_root_environment_and_binds_and_no_hook_of_it_runs(tmp_path: Path) -> None:
     config = written(tmp_path / "box", unpacked(tmp_path / "given"))
     assert config["root"] == {"path": str(tmp_path / "given/image"), "readonly": True}
     assert "hooks" not in config

@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -78,6 +79,22 @@ async def test_all_are_locked_before_any_is_checkpointed_and_thawed_the_same_way
     await host.cuda.thaw(pids, [], within_s=10)
     assert {host.state(pid) for pid in pids} == {"running"}
     assert [line[0] for line in host.calls()] == [verb for verb in ("lock", "checkpoint", "restore", "unlock") for _ in pids]
+
+
+async def test_restore_case_70_one_helper_opens_the_driver_once_however_many_processes_and_calls(host: Host) -> None:
+    """A process for each of them would wait for the driver's context each time, for seconds."""
+    started = host.folder / "started"
+    counting = host.folder / "helper"
+    argv = shlex.join(fake_cuda.written(host.folder, gpus=8))
+    counting.write_text(f"#!/bin/sh\necho $$ >> {started}\nexec {argv}\n")
+    counting.chmod(0o755)
+    host.cuda = Cuda([str(counting)])
+    pids = [host.process() for _ in range(6)]
+    for _ in range(3):
+        assert await host.cuda.find(pids) == pids
+        await host.freeze(pids)
+        await host.cuda.thaw(pids, [], within_s=10)
+    assert len(started.read_text().split()) == 1
 
 
 async def test_cuda_processes_are_found_by_asking_the_driver(host: Host) -> None:

@@ -382,6 +382,22 @@ async def test_an_address_that_is_not_this_hosts_says_so(tmp_path):
             await doors.make(box)
 
 
+async def test_one_that_is_renewed_cuts_everybody_off_and_is_shut_at_another_port(tmp_path):
+    """For an engine that rests: it comes back as another incarnation."""
+    async with opened(tmp_path, echo) as (doors, box, port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        assert await asked(port, b"x") == b"x"
+        before = box.facts["door"]["pid"]
+        await doors.renew(box)
+        with contextlib.suppress(ConnectionResetError):
+            assert await reader.read() == b""
+        writer.close()
+        assert not alive(before)
+        assert box.facts["door"]["port"] != port
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection("127.0.0.1", port)
+
+
 async def test_without_expose_there_is_none(tmp_path):
     doors = Doors(None, lambda text: None)
     async with housed(tmp_path, doors) as box:

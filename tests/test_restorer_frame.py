@@ -205,3 +205,25 @@ def read_until(fd: int, wanted: bytes, within_s: float = 60.0) -> bytes:
             with contextlib.suppress(OSError):
                 seen += os.read(fd, 65536)
     return seen
+
+
+_SAID = "criu restore failed with status 1: 1000: Error (criu/files-reg.c:2175): File usr/lib/lib.so has bad size 19 (expect 9)"
+
+
+def test_what_criu_said_is_brief_without_where_in_its_sources() -> None:
+    assert brief(_SAID) == "criu restore failed: File usr/lib/lib.so has bad size 19 (expect 9)"
+
+
+@pytest.mark.parametrize("width", [80, 100, 140])
+def test_a_long_reason_costs_no_other_column_a_letter(width: int) -> None:
+    broken = REPLICA | {"id": "a-model-with-a-name#0", "state": "failed", "reason": _SAID}
+    cold = REPLICA | {"state": "admitted", "start": "cold", "reason": f"restore of snapshot 0123456789abcdef failed: {_SAID}"}
+    lines = drawn(width, {**DOCUMENT, "replicas": [broken, cold], "operations": []})
+    table = lines[lines.index("REPLICAS") + 1 :]
+    assert table[0].split()[:5] == ["REPLICA", "STATE", "START", "INFLIGHT", "SINCE"]
+    for row, name in zip(table[1:], ("a-model-with-a-name#0", "org/model#0"), strict=False):
+        assert row.startswith(name)
+    # And what is wrong stands above everything, with the way to its cause.
+    wrong = [line for line in lines if line.startswith("▲")]
+    assert any("a-model-with-a-name#0 failed: criu restore failed: File" in line for line in wrong)
+    assert any("org/model#0 was started cold: restore of snapshot" in line for line in wrong)

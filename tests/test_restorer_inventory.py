@@ -53,7 +53,7 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
             spawn([*prefix, sys.executable, "-c", PRELUDE + textwrap.dedent(script) + POSTLUDE, str(private)], options)
         )
         ready = private / "ready"
-        await eventually(lambda: ready.exists() or started[-1].poll() is not None, within=20, what="the process is ready")
+        await eventually(lambda: ready.exists() or started[-1].poll() is not None, what="the process is ready")
         assert started[-1].poll() is None, (private / "log").read_text()
         ready.unlink()
         return started[-1].pid
@@ -288,6 +288,22 @@ def test_a_gpu_and_other_devices_are_found_in_a_written_down_proc(tmp_path: Path
     found = examine(42, proc_root=tmp_path)
     assert codes(found) == [("gpu", "fatal")] * 3 + [("tty", "fatal"), ("inotify", "note")]
     assert str(found[0]).startswith("gpu (pid 42, fd 1): /dev/nvidia0 is open; ")
+
+
+def test_restore_case_18_a_gpu_is_known_by_its_numbers_whatever_its_path_is(tmp_path: Path) -> None:
+    """Container toolkits and drivers in folders of their own give devices other paths than /dev has."""
+    require_root()
+    process, elsewhere = tmp_path / "42", tmp_path / "run/nvidia/driver/dev"
+    for folder in (process / "fd", process / "task/42", elsewhere):
+        folder.mkdir(parents=True)
+    (tmp_path / "devices").write_text("Character devices:\n195 nvidia\n226 drm\n511 nvidia-uvm\n\nBlock devices:\n 10 sd\n")
+    numbers = {"nvidia0": (195, 0), "card": (226, 0), "uvm": (511, 0), "null": (1, 3), "fuse": (10, 229)}
+    for fd, (name, (major, minor)) in enumerate(numbers.items()):
+        os.mknod(elsewhere / name, 0o20600, os.makedev(major, minor))
+        (process / "fd" / str(fd)).symlink_to(elsewhere / name)
+    found = examine(42, proc_root=tmp_path)
+    assert sorted((one.fd, one.code) for one in found) == [(0, "gpu"), (1, "gpu"), (2, "gpu"), (4, "device")]
+    assert f"the device {elsewhere}/fuse (10:229) is open" in str(found[-1])
 
 
 def test_socket_tables_are_read_as_the_kernel_writes_them(tmp_path: Path) -> None:

@@ -87,6 +87,9 @@ FATAL = {
     "fuse": ("device", 'kept = os.open("/dev/fuse", os.O_RDWR)'),
     "tun": ("device", 'kept = os.open("/dev/net/tun", os.O_RDWR)'),
     "kvm": ("device", 'kept = os.open("/dev/kvm", os.O_RDWR)'),
+    "a device under another name": ("device", """
+        os.mknod(private + "/name", 0o20600, os.makedev(10, 229)); kept = os.open(private + "/name", os.O_RDWR)
+        """),
     "pty": ("tty", "kept = os.openpty()"),
     "traced": ("traced", "child(lambda: ok(libc.ptrace(0, 0, None, None)))"),
     "alarm": ("timer", "kept = ok(libc.timerfd_create(9, 0))"),

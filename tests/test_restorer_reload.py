@@ -31,7 +31,7 @@ def document(*models: str, **more: Any) -> dict[str, Any]:
 def a_host(config: Config) -> Host:
     """A host of which only the configuration matters."""
     nothing = cast(Any, None)
-    host = Host(config, "h", *[nothing] * 9, None, "", nothing, nothing, nothing)
+    host = Host(config, "h", "here", *[nothing] * 9, None, "", nothing, nothing, nothing)
     host.snapshots = cast(Any, SimpleNamespace(sign=None, verdicts=SimpleNamespace(policy=None)))
     return host
 
@@ -44,7 +44,7 @@ class Other:
     """The supervisor's end."""
 
     def __init__(self, ours: socket.socket) -> None:
-        ours.settimeout(5)
+        ours.settimeout(30)
         self._ours = ours
         self._file = ours.makefile("rb")
 
@@ -104,7 +104,7 @@ async def test_what_needs_a_restart_keeps_its_value_and_what_does_not_fit_change
 async def test_the_supervisors_end_is_no_crash() -> None:
     async with hearing(told(1, "a")) as (_, other, task):
         other._ours.shutdown(socket.SHUT_RDWR)
-        await asyncio.wait_for(task, 5)
+        await asyncio.wait_for(task, 30)
 
 
 @pytest.mark.parametrize("first", [b"", line(Refused()), b"rubbish\n", line(Told(number=1, config={}))])

@@ -23,11 +23,13 @@ from restorer.replicas import Replicas
 
 pytestmark = pytest.mark.contract
 
+BOXES = SimpleNamespace(doors=SimpleNamespace())
+
 
 async def test_an_admitted_record_without_an_engine_is_ended_at_the_second_look(store: Any, store_server: str) -> None:
     """The engine died while the store was away, or the answer to the write that admitted it was lost."""
     jobs = JobStore(store_server, "rewake", "host-a")
-    replicas = Replicas(SimpleNamespace(name="host-a", jobs=jobs))  # type: ignore[arg-type]
+    replicas = Replicas(SimpleNamespace(name="host-a", jobs=jobs, boxes=BOXES))  # type: ignore[arg-type]
     common: dict[str, Any] = {"model": "m", "state": State.ADMITTED, "fence": 1}
     await jobs.write(Replica(id="m#0", host="host-a", incarnation="gone", **common))
     await jobs.write(Replica(id="m#1", host="host-b", incarnation="elsewhere", **common))
@@ -48,7 +50,14 @@ async def test_a_stop_that_was_given_up_half_way_can_be_asked_for_again(store: A
         discarded.append(box.id)
 
     drain = SimpleNamespace(drain_s=60)
-    host = SimpleNamespace(name="host-a", jobs=jobs, news=News(), discard=discard, model=lambda _: drain)
+    host = SimpleNamespace(
+        name="host-a",
+        jobs=jobs,
+        news=News(),
+        discard=discard,
+        model=lambda _: drain,
+        boxes=BOXES,
+    )
     replicas = Replicas(host)  # type: ignore[arg-type]
     box = SimpleNamespace(id="one", remember=lambda **_: None)
     record = Replica(id="m#0", model="m", host="host-a", incarnation="one", state=State.ADMITTED, fence=1)
@@ -70,7 +79,7 @@ async def test_a_stop_that_was_given_up_half_way_can_be_asked_for_again(store: A
         await asyncio.gather(first, return_exceptions=True)
         assert (len(replicas), discarded) == (1, [])
         await store.delete("rewake:gateway:g")
-        await asyncio.wait_for(replicas.stop("m#0", "one", reason="scaled down"), 5)
+        await asyncio.wait_for(replicas.stop("m#0", "one", reason="scaled down"), 30)
         assert (len(replicas), discarded) == (0, ["one"])
         assert (await jobs.replicas())["m#0"].state is State.STOPPED
     finally:
@@ -115,7 +124,14 @@ def configured(**models: dict[str, Any]) -> Config:
 @contextlib.asynccontextmanager
 async def place(url: str, config: Config) -> AsyncIterator[Place]:
     jobs = JobStore(url, "rewake", "host-a")
-    host = SimpleNamespace(name="host-a", jobs=jobs, news=News(), config=config, model=config.models.__getitem__)
+    host = SimpleNamespace(
+        name="host-a",
+        jobs=jobs,
+        news=News(),
+        config=config,
+        model=config.models.__getitem__,
+        boxes=BOXES,
+    )
     engine = await asyncio.create_subprocess_exec("sleep", "60")
     made = Place(Replicas(host, lambda: made.local), jobs, host, engine)  # type: ignore[arg-type]
     made.removable.set()
@@ -146,11 +162,11 @@ async def test_a_start_waits_until_the_engine_that_had_its_place_is_gone(store: 
         await eventually(lambda: _is(here, "a", State.STOPPED))
         starting = asyncio.create_task(here.replicas.vacated("b"))
         # A model of no group, and another replica of the same one, wait for nobody.
-        await asyncio.wait_for(here.replicas.vacated("c"), 1)
-        await asyncio.wait_for(here.replicas.vacated("a"), 1)
+        await asyncio.wait_for(here.replicas.vacated("c"), 30)
+        await asyncio.wait_for(here.replicas.vacated("a"), 30)
         assert not starting.done()
         here.removable.set()
-        await asyncio.wait_for(starting, 1)
+        await asyncio.wait_for(starting, 30)
         assert len(here.replicas) == 0
         await stopping
 
@@ -171,7 +187,7 @@ async def test_a_group_with_room_lets_a_start_in_at_once(store: Any, store_serve
     roomy = parse({**config.model_dump(mode="json"), "groups": {"gpu": {"members": 2}}})
     async with place(store_server, roomy) as here:
         await here.admit("a")
-        await asyncio.wait_for(here.replicas.vacated("b"), 1)
+        await asyncio.wait_for(here.replicas.vacated("b"), 30)
 
 
 async def test_what_a_schedule_keeps_is_not_parked_until_the_window_ends(store: Any, store_server: str) -> None:
@@ -225,3 +241,68 @@ async def test_a_model_that_a_reload_took_away_is_drained_and_stopped(store: Any
             "a": (State.STOPPED, "the configuration has this model no more"),
             "b": (State.ADMITTED, ""),
         }
+
+
+# ---------------------------------------------------------------- several hosts
+
+
+async def test_a_replica_that_was_given_up_is_ended_and_not_written_again(store: Any, store_server: str) -> None:
+    """This host was cut off, another one buried its replica; now it is back."""
+    async with place(store_server, configured(m={})) as one:
+        record = await one.admit("m")
+        buried = record.model_copy(update={"state": State.FAILED, "fence": 9, "reason": "host host-a is lost"})
+        await one.jobs.write(buried)
+        await one.replicas.repeat_records()
+        await eventually(lambda: len(one.replicas) == 0, what="the engine to be ended")
+        await one.replicas.repeat_records()
+        await one.replicas.repeat_records()
+        assert await one.states() == {"m": (State.FAILED, "host host-a is lost")}
+
+
+async def test_a_replica_whose_slot_another_host_has_is_ended_even_while_it_drains(store: Any, store_server: str) -> None:
+    async with place(store_server, configured(m={"drain_s": 600})) as one:
+        record = await one.admit("m")
+        busy = GatewayReport(id="g", seq=1 << 30, models={}, replicas={record.incarnation: 1})
+        await store.set("rewake:gateway:g", busy.model_dump_json())
+        await store.sadd("rewake:gateways", "g")
+        stop = asyncio.create_task(one.replicas.stop(record.id, record.incarnation, reason="scaled down"))
+
+        async def draining() -> bool:
+            return (await one.states())["m"][0] is State.DRAINING
+
+        await eventually(draining)
+        await one.jobs.write(record.model_copy(update={"fence": 9, "incarnation": "theirs", "host": "host-b"}))
+        await one.replicas.repeat_records()
+        await asyncio.wait_for(stop, 30)
+        assert len(one.replicas) == 0
+        found = (await one.jobs.replicas())["m#0"]
+        assert (found.incarnation, found.state) == ("theirs", State.ADMITTED)
+
+
+async def test_a_replica_of_this_host_is_kept_only_if_no_other_host_keeps_one(store: Any, store_server: str) -> None:
+    async with place(store_server, configured(m={"keep": 1, "max_replicas": 2, "idle_park_s": 0.001})) as one:
+        await one.admit("m")
+        await asyncio.sleep(0)
+        await one.replicas.park_idle()
+        assert (await one.states())["m"][0] is State.ADMITTED
+        elsewhere = Replica(id="m#1", model="m", host="host-b", incarnation="b", state=State.ADMITTED, fence=1)
+        await one.jobs.write(elsewhere)
+
+        async def parked() -> bool:
+            await one.replicas.park_idle()
+            return (await one.jobs.replicas())["m#0"].state is State.STOPPED
+
+        await eventually(parked, within=30.0)
+        assert (await one.jobs.replicas())["m#1"].state is State.ADMITTED
+
+
+async def test_a_park_that_comes_second_leaves_what_is_kept(store: Any, store_server: str) -> None:
+    """Both hosts saw the other's replica admitted; the store lets one of them park."""
+    async with place(store_server, configured(m={"keep": 1, "max_replicas": 2, "idle_park_s": 0.001})) as one:
+        await one.admit("m")
+        running = one.replicas.admitted()["box-m"]
+        await one.replicas._park(running, 1, "parked")
+        assert (await one.states())["m"][0] is State.ADMITTED
+        assert not running.stopping
+        await asyncio.wait_for(one.replicas.stop("m#0", "box-m", reason="an operator's word"), 30)
+        assert (await one.states())["m"] == (State.STOPPED, "an operator's word")

@@ -124,12 +124,12 @@ async def test_the_successor_is_ready_before_the_old_one_is_told_to_end(it: Inst
     pids = it.supervisor.pids
     assert pids["a"] != old
     assert pids[f"a/{old}"] == old
-    await eventually(lambda: not alive(old), within=20)
+    await eventually(lambda: not alive(old))
     assert it.events() == ["begins:30", "begins:30", "got-SIGTERM", "ends"]
     await eventually(lambda: set(it.supervisor.pids) == {"a"})
     # And the new one is kept, as the old one was.
     os.kill(it.supervisor.pids["a"], signal.SIGKILL)
-    await eventually(lambda: len(it.events("begins")) == 3, within=20)
+    await eventually(lambda: len(it.events("begins")) == 3)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ async def test_stop_ends_the_old_one_and_the_coming_one_as_well(it: Installation
     assert await it.supervisor.replace("a", within_s=20) == ""
     it.next_is("mute")
     replacing = asyncio.create_task(it.supervisor.replace("a", within_s=60))
-    await eventually(lambda: len(it.events("begins")) == 3, within=20)
+    await eventually(lambda: len(it.events("begins")) == 3)
     pids = it.supervisor.pids.values()
     assert len(pids) >= 2
     await it.supervisor.stop("a")
@@ -178,7 +178,7 @@ async def test_one_that_crashes_while_its_successor_comes_is_no_trouble(it: Inst
     replacing = asyncio.create_task(it.supervisor.replace("a", within_s=20))
     os.kill(it.supervisor.pids["a"], signal.SIGKILL)
     assert await replacing == ""
-    await eventually(lambda: set(it.supervisor.pids) == {"a"}, within=20)
+    await eventually(lambda: set(it.supervisor.pids) == {"a"})
 
 
 async def test_restart_goes_one_by_one_and_stops_at_the_first_that_fails(it: Installation) -> None:
@@ -202,11 +202,11 @@ async def test_a_restart_before_anything_runs_says_so(it: Installation) -> None:
 async def test_many_restarts_leave_nothing_open(it: Installation) -> None:
     await it.start("a")
     assert await it.supervisor.replace("a", within_s=20) == ""
-    await eventually(lambda: set(it.supervisor.pids) == {"a"}, within=20)
+    await eventually(lambda: set(it.supervisor.pids) == {"a"})
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(4):
         assert await it.supervisor.replace("a", within_s=20) == ""
-    await eventually(lambda: set(it.supervisor.pids) == {"a"}, within=20)
+    await eventually(lambda: set(it.supervisor.pids) == {"a"})
     await eventually(lambda: len(os.listdir("/proc/self/fd")) == before)
 
 
@@ -214,11 +214,11 @@ async def test_the_end_of_everything_ends_a_restart_that_is_under_way(it: Instal
     await it.start("a")
     it.next_is("mute")
     it.steward.soon(it.steward.restart())
-    await eventually(lambda: len(it.events("begins")) == 2, within=20)
+    await eventually(lambda: len(it.events("begins")) == 2)
     pids = it.supervisor.pids.values()
     it.steward.close()
     assert await it.supervisor.stop("a") == []
-    await eventually(lambda: not any(map(alive, pids)), within=20)
+    await eventually(lambda: not any(map(alive, pids)))
 
 
 # ---------------------------------------------------------------- the configuration
@@ -234,7 +234,7 @@ async def test_a_reload_reaches_all_and_whoever_starts_later(it: Installation) -
     # By now the file may be as broken as it likes.
     it.wished = ValueError("broken")
     os.kill(it.supervisor.pids["a"], signal.SIGKILL)
-    await eventually(lambda: "begins:7" in it.events(), within=20)
+    await eventually(lambda: "begins:7" in it.events())
 
 
 async def test_a_file_with_faults_reaches_nobody(it: Installation) -> None:

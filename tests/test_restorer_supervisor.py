@@ -67,7 +67,7 @@ async def test_muted_lines_are_not_passed_on_and_endless_ones_come_in_pieces() -
 async def test_a_crashed_child_is_started_again_with_growing_pauses(tmp_path: Path) -> None:
     watched = Watched(tmp_path, longest_delay_s=0.04)
     watched.supervisor.start(watched.child("a", "crash"))
-    await eventually(lambda: watched.events().count("a begins") >= 5, within=20)
+    await eventually(lambda: watched.events().count("a begins") >= 5)
     await watched.supervisor.stop("a")
     told = [text for name, text in watched.said if not name]
     assert "a ended with status 7" in told[0]
@@ -79,9 +79,9 @@ async def test_the_pause_is_short_again_after_a_healthy_time() -> None:
     said: list[str] = []
     supervisor = Supervisor(say=lambda _, text: said.append(text), first_delay_s=0.1, longest_delay_s=0.4, healthy_s=0.5)
     supervisor.start(Child("a", ("sh", "-c", "sleep 0.01; exit 1"), 5.0))
-    await eventually(lambda: len(said) == 3, within=20)
+    await eventually(lambda: len(said) == 3)
     supervisor.start(Child("b", ("sh", "-c", "sleep 0.6; exit 1"), 5.0))
-    await eventually(lambda: len([line for line in said if line.startswith("b")]) == 2, within=20)
+    await eventually(lambda: len([line for line in said if line.startswith("b")]) == 2)
     await supervisor.stop("a", "b")
     pauses = {name: [line.rpartition(" in ")[2] for line in said if line.startswith(name)] for name in "ab"}
     assert pauses["a"][:3] == ["0.1 s", "0.2 s", "0.4 s"]
@@ -125,7 +125,7 @@ async def test_stop_ends_a_child_that_waits_to_be_started_again() -> None:
     await eventually(lambda: said)
     began = time.monotonic()
     assert await supervisor.stop("a") == []
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
 
 
 async def test_a_deaf_child_is_killed_at_its_deadline(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ async def test_stop_does_not_wait_for_grandchildren_that_hold_the_pipe(tmp_path:
     try:
         began = time.monotonic()
         await supervisor.stop("a")
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 30
     finally:
         os.kill(grandchild, signal.SIGKILL)
 
@@ -212,12 +212,12 @@ async def test_no_child_outlives_its_supervisor_however_that_dies(tmp_path: Path
         return [line for line in journal.read_text().splitlines() if " begins " in line]
 
     try:
-        await eventually(lambda: len(begun()) == 3, within=20)
+        await eventually(lambda: len(begun()) == 3)
     finally:
         process.send_signal(number)
-        process.wait(10)
+        process.wait(30)
     pids = [int(line.split()[2]) for line in begun()]
-    await eventually(lambda: not any(map(alive, pids)), within=20)
+    await eventually(lambda: not any(map(alive, pids)))
     events = [" ".join(line.split()[:2]) for line in journal.read_text().splitlines()]
     assert "gentle got-SIGTERM" in events
     assert "unprivileged got-SIGTERM" in events
@@ -229,7 +229,7 @@ async def test_end_terminates_a_stranger_and_kills_it_at_the_deadline(tmp_path: 
     for how, late in (("", False), ("deaf", True)):
         process = spawn(sys.executable, FAKE, str(journal), f"x{how}", how)
         await eventually(lambda how=how: journal.exists() and f"x{how} begins" in journal.read_text())
-        waiting = asyncio.create_task(end(process.pid, within=0.5))
+        waiting = asyncio.create_task(end(process.pid))
         assert await waiting is late
-        process.wait(5)
+        process.wait(30)
     assert await end(process.pid, within=0.1) is False

@@ -105,7 +105,7 @@ async def test_a_pull_waits_for_another_process_that_is_at_it(tmp_path: Any, mon
         waiting = asyncio.create_task(supply.copied(at, catalog, manifest, copy, lambda _done, _total: None))
         await asyncio.wait({waiting}, timeout=0.2)
         assert not waiting.done()
-    moved = await eventually(lambda: waiting.done() and waiting.result(), within=20)
+    moved = await eventually(lambda: waiting.done() and waiting.result())
     assert moved.chunks_moved
     assert list(there.snapshots.verify(manifest.id, full=True)) == []
     again = await supply.copied(at, catalog, manifest, copy, lambda _done, _total: None)

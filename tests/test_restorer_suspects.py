@@ -101,6 +101,7 @@ async def bench(store: Any, url: str, fake: FakeReplica, **model: Any) -> AsyncI
         config=config,
         model=config.models.__getitem__,
         discard=discard,
+        boxes=SimpleNamespace(doors=SimpleNamespace()),
     )
     replicas = Replicas(host)
     suspects = Suspects(host, replicas)
@@ -147,7 +148,7 @@ async def test_gateway_case_30_one_that_accepts_and_never_answers_is_replaced(st
 async def test_one_that_is_not_healthy_is_replaced(store, store_server):
     async with replica_server(Engine(healthy=False)) as fake, bench(store, store_server, fake) as one:
         await one.suspect()
-        await eventually(one.quiet, within=6)
+        await eventually(one.quiet)
         record = await one.record()
         assert (record.state, record.reason.partition(" (")[0]) == (
             State.FAILED,
@@ -161,7 +162,7 @@ async def test_one_that_only_refuses_is_replaced_but_not_for_one_refusal(store, 
         await one.suspect()
         await eventually(lambda: engine.asked == 1)
         assert (await one.record()).state is State.ADMITTED
-        await eventually(one.quiet, within=6)
+        await eventually(one.quiet)
         assert engine.asked == 3
         assert (await one.record()).state is State.FAILED
 
@@ -170,7 +171,7 @@ async def test_one_that_only_refuses_is_replaced_but_not_for_one_refusal(store, 
         await one.suspect()
         await eventually(lambda: engine.asked == 1)
         engine.complete = answer
-        await eventually(one.quiet, within=6)
+        await eventually(one.quiet)
         assert (await one.record()).state is State.ADMITTED
 
 
@@ -191,7 +192,7 @@ async def test_a_busy_one_that_is_silent_for_longer_than_any_request_may_take_is
     async with replica_server(Engine(complete=silence)) as fake, bench(store, store_server, fake) as one:
         await one.use(3)
         await one.suspect()
-        await eventually(one.quiet, within=6)
+        await eventually(one.quiet)
         assert (await one.record()).state is State.FAILED
 
 
@@ -202,7 +203,7 @@ async def test_one_whose_last_request_has_ended_is_idle_and_has_no_more_time(sto
         await one.suspect()
         await eventually(lambda: engine.asked == 1)
         await one.use(0)
-        await eventually(one.quiet, within=6)
+        await eventually(one.quiet)
         assert (await one.record()).state is State.FAILED
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,6 +12,7 @@ from policies.replica import Replica, Stage, State
 from policies.series import Point
 from policies.wire import JobKind, SnapshotSummary
 from restorer import accounts, tally
+from restorer.doors import Doors
 from restorer.errors import CanaryDiffers, Environment, ToolFailed
 from restorer.tally import Tally
 
@@ -113,7 +115,7 @@ class _Host:
     """As much of a host as is looked at."""
 
     def __init__(self, folder) -> None:
-        self.tally, self.criu = Tally(), None
+        self.tally, self.criu, self.boxes = Tally(), None, SimpleNamespace(doors=Doors(None, print))
         self.config = type("C", (), {"models": {"m": None, "n": None}, "state_dir": str(folder)})()
 
 

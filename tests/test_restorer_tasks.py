@@ -61,7 +61,7 @@ async def asked(store: redis.asyncio.Redis, taken: Tasks, **more: Any) -> Task:
         found = Task.model_validate_json(await store.get(f"rewake:task:{task.id}"))
         return found if found.state != TaskState.RUNNING else None
 
-    found = await eventually(settled, within=20)
+    found = await eventually(settled)
     assert found is not None
     return found
 

@@ -12,13 +12,12 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import require_root
+from conftest import key_file, require_root
 from places import Place
-from s3_server import S3, s3_server
+from s3_server import S3
 
 from policies.manifest import Allocation, GpuState, Manifest, WeightsPart
 from policies.storage import Remote
@@ -27,21 +26,6 @@ from restorer import chunks, keyring, signatures, transfer
 from restorer.catalog import Catalog, open_catalog
 from restorer.errors import Environment, InUse, RemoteFailed, SnapshotError
 from restorer.partial import PREFIX, Busy, Partial
-
-KEY = "5f" * 32
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[S3]:
-    with s3_server() as server:
-        yield server
-
-
-@pytest.fixture
-def s3(served: S3) -> S3:
-    served.requests.clear()
-    served.fault = lambda _method, _path: None
-    return served
 
 
 @pytest.fixture
@@ -52,21 +36,6 @@ def here(tmp_path: Path) -> Place:
 @pytest.fixture
 def there(tmp_path: Path) -> Place:
     return Place(tmp_path / "there")
-
-
-@pytest.fixture(params=["s3", "folder", "sealed"])
-def settings(request: pytest.FixtureRequest, tmp_path: Path) -> Remote:
-    if request.param == "s3":
-        return request.getfixturevalue("s3").remote(tmp_path.name)
-    (tmp_path / "remote").mkdir()
-    return Remote(url=f"file://{tmp_path / 'remote'}", key_file=key(tmp_path) if request.param == "sealed" else None, zstd=0)
-
-
-def key(folder: Path, text: str = KEY) -> str:
-    path = folder / f"key-{text[:2]}"
-    path.write_text(text + "\n")
-    path.chmod(0o600)
-    return str(path)
 
 
 def same(one: Place, other: Place, manifest: Manifest) -> None:
@@ -80,8 +49,8 @@ def same(one: Place, other: Place, manifest: Manifest) -> None:
     assert not [name for name in os.listdir(other.snapshots.root) if name.startswith(PREFIX)]
 
 
-async def test_a_snapshot_goes_there_and_back(settings: Remote, here: Place, there: Place) -> None:
-    manifest, catalog = here.made(), open_catalog("copies", settings)
+async def test_a_snapshot_goes_there_and_back(any_remote: Remote, here: Place, there: Place) -> None:
+    manifest, catalog = here.made(), open_catalog("copies", any_remote)
     assert await catalog.list() == []
     pushed = await here.push(catalog, manifest)
     assert pushed.chunks == pushed.chunks_moved > 8
@@ -89,16 +58,16 @@ async def test_a_snapshot_goes_there_and_back(settings: Remote, here: Place, the
     assert [copy.id for copy in await catalog.list()] == [manifest.id]
     assert [copy.id for copy in await catalog.list("m")] == [manifest.id]
     assert await catalog.list("another model") == []
-    pulled = await there.pull(open_catalog("copies", settings), manifest.id[:5])
+    pulled = await there.pull(open_catalog("copies", any_remote), manifest.id[:5])
     same(here, there, manifest)
     assert pulled.bytes == pushed.bytes
     assert pulled.bytes_moved <= pushed.bytes_moved * 1.01
 
 
 async def test_the_first_restore_of_what_was_pulled_hashes_nothing(
-    settings: Remote, here: Place, there: Place, monkeypatch: pytest.MonkeyPatch
+    any_remote: Remote, here: Place, there: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manifest, catalog = here.made(), open_catalog("copies", settings)
+    manifest, catalog = here.made(), open_catalog("copies", any_remote)
     await here.push(catalog, manifest)
     await there.pull(catalog, manifest.id)
     monkeypatch.setattr("restorer.stamps.hash_fd", lambda *_, **__: pytest.fail("a file was read"))
@@ -256,11 +225,11 @@ async def test_what_was_changed_here_is_not_pushed(s3: S3, tmp_path: Path, here:
     assert await catalog.list() == []
 
 
-async def test_nothing_readable_leaves_where_there_is_a_key(tmp_path: Path, here: Place, there: Place) -> None:
+async def test_nothing_readable_leaves_where_there_is_a_key_file(tmp_path: Path, here: Place, there: Place) -> None:
     folder, manifest = tmp_path / "remote", here.made()
     folder.mkdir()
     url = f"file://{folder}"
-    await here.push(open_catalog("copies", Remote(url=url, key_file=key(tmp_path))), manifest)
+    await here.push(open_catalog("copies", Remote(url=url, key_file=key_file(tmp_path))), manifest)
     stored = b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
     assert b"core-1000.img 1" not in stored
     assert b"/dev/shm" not in stored
@@ -268,11 +237,11 @@ async def test_nothing_readable_leaves_where_there_is_a_key(tmp_path: Path, here
     listed = chunks.of(here.snapshots.folder(manifest.id), manifest)
     assert not names & {chunk.name for pieces in listed.values() for chunk in pieces}
     assert len(names) == len({chunk.id for pieces in listed.values() for chunk in pieces}), "equal content, one name"
-    other = open_catalog("copies", Remote(url=url, key_file=key(tmp_path, "77" * 32)))
+    other = open_catalog("copies", Remote(url=url, key_file=key_file(tmp_path, "77" * 32)))
     for use in (other.list(), here.push(other, manifest), open_catalog("copies", Remote(url=url)).list()):
         with pytest.raises(RemoteFailed, match=r"is encrypted with key .*key_file"):
             await use
-    await there.pull(open_catalog("copies", Remote(url=url, key_file=key(tmp_path), zstd=0)), manifest.id)
+    await there.pull(open_catalog("copies", Remote(url=url, key_file=key_file(tmp_path), zstd=0)), manifest.id)
     same(here, there, manifest)
 
 
@@ -305,7 +274,7 @@ async def test_a_remote_that_is_not_encrypted_stays_so(
 ) -> None:
     manifest, _, folder = pushed
     with pytest.raises(RemoteFailed, match=r"is not encrypted, but .*key_file holds key"):
-        await here.push(open_catalog("copies", Remote(url=f"file://{folder}", key_file=key(tmp_path))), manifest)
+        await here.push(open_catalog("copies", Remote(url=f"file://{folder}", key_file=key_file(tmp_path))), manifest)
 
 
 async def test_requests_that_fail_are_repeated(s3: S3, tmp_path: Path, here: Place, there: Place) -> None:
@@ -505,11 +474,11 @@ async def test_what_was_written_over_in_between_is_fetched_again(pushed: tuple[M
 # ---------------------------------------------------------------- what may leave
 
 
-async def test_restore_case_44_secrets_leave_the_host_only_encrypted(settings: Remote, here: Place) -> None:
-    catalog = open_catalog("copies", settings)
+async def test_restore_case_44_secrets_leave_the_host_only_encrypted(any_remote: Remote, here: Place) -> None:
+    catalog = open_catalog("copies", any_remote)
     for secrets in (("env HF_TOKEN",), None):
         manifest = here.made(created_ms=7 if secrets else 8, secrets=secrets)
-        if settings.key_file is not None:
+        if any_remote.key_file is not None:
             assert (await here.push(catalog, manifest)).chunks
             continue
         with pytest.raises(Environment, match="encrypt its copies") as refused:
@@ -518,7 +487,7 @@ async def test_restore_case_44_secrets_leave_the_host_only_encrypted(settings: R
         assert not await catalog.has(manifest)
 
 
-async def test_what_is_pushed_is_not_removed_meanwhile(settings: Remote, here: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_is_pushed_is_not_removed_meanwhile(any_remote: Remote, here: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     manifest = here.made()
     real, refused = transfer._put, []
 
@@ -529,6 +498,6 @@ async def test_what_is_pushed_is_not_removed_meanwhile(settings: Remote, here: P
         await real(*args, **kwargs)  # type: ignore[arg-type]
 
     monkeypatch.setattr(transfer, "_put", put)
-    await here.push(open_catalog("copies", settings), manifest)
+    await here.push(open_catalog("copies", any_remote), manifest)
     assert refused == [True]
     here.snapshots.remove(manifest.id)

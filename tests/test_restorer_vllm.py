@@ -190,13 +190,16 @@ async def test_weights_are_exported_and_imported_rank_by_rank() -> None:
     parts = {"parts": [{"name": "part-00000", "bytes": 3, "sha256": "ab"}]}
     server = Server(collective_rpc=workers(parts, parts))
     async with server.client() as client:
-        found = await adapter("m", model()).export_weights(client, [Path("/a"), Path("/b")], 7)
+        found = await adapter("m", model()).export_weights(client, [Path("/a"), Path("/b")], 7, within_s=9)
     assert found == [(WeightsPart(name="part-00000", bytes=3, sha256="ab"),)] * 2
     ranks = json.loads(server.asked[0][1]["args"][0])["ranks"]
     assert ranks == [{"folder": "/a", "part_bytes": 7}, {"folder": "/b", "part_bytes": 7}]
     server = Server(collective_rpc=workers({"fingerprints": ["0a"]}, {"fingerprints": ["0b"]}))
     async with server.client() as client:
-        assert await adapter("m", model()).import_weights(client, [{"socket": "/s"}, {"files": []}]) == [("0a",), ("0b",)]
+        assert await adapter("m", model()).import_weights(client, [{"socket": "/s"}, {"files": []}], within_s=9) == [
+            ("0a",),
+            ("0b",),
+        ]
     assert [path for path, _ in server.asked] == ["/wake_up?tags=weights", "/collective_rpc"]
 
 
@@ -211,7 +214,11 @@ async def test_engines_that_cannot_part_with_weights_say_so() -> None:
     engine = adapter("m", model("llama-server"))
     assert not engine.apart
     async with Server().client() as client:
-        for call in (engine.describe_weights(client), engine.export_weights(client, [], 1), engine.import_weights(client, [])):
+        for call in (
+            engine.describe_weights(client),
+            engine.export_weights(client, [], 1, within_s=9),
+            engine.import_weights(client, [], within_s=9),
+        ):
             with pytest.raises(SnapshotError, match="llama-server cannot"):
                 await call
         await engine.sleep(client)

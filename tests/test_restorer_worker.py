@@ -20,6 +20,8 @@ from gateway.store import Store
 from policies.config import Config, parse
 from policies.replica import Replica, State
 from policies.wire import HostReport, OperationState, SnapshotSummary, StageKey
+from restorer.doors import Doors
+from restorer.fleet import Fleet
 from restorer.host import News
 from restorer.jobs import JobStore
 from restorer.journal import Journals
@@ -77,11 +79,14 @@ async def bench(url: str, config: Config = CONFIG, snapshots: tuple[SnapshotSumm
         gpus=SimpleNamespace(facts=None),
         facts_now=lambda: None,
         described=dict,
+        obstacles=dict,
+        place="",
+        fleet=Fleet("host-a"),
         discard=nothing,
         journals=Journals(Path(folder.name)),
         weights=SimpleNamespace(sweep=lambda used, older_than_s: []),
         speed=None,
-        boxes=SimpleNamespace(discard=nothing, close=nothing, fill=nothing, survivors=nothing),
+        boxes=SimpleNamespace(discard=nothing, close=nothing, fill=nothing, survivors=nothing, doors=Doors(None, print)),
     )
     operations = Operations(store, Registry(config.models), lambda model: Sharing.of(config, model))
     engine = await asyncio.create_subprocess_exec("sleep", "60")

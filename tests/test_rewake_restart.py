@@ -20,7 +20,7 @@ import pytest
 import redis.asyncio
 from certificates import make
 from conftest import eventually
-from fake_installation import ROOT, Place, Running, a_place, running
+from fake_installation import ROOT, Place, Running, a_place, free_port, running
 from fake_replica import CHAT, Exchange, Fleet, delta, replica_server
 from processes import alive
 from test_gateway_tls import seen
@@ -206,12 +206,34 @@ async def test_gateway_case_32_rolling_restart_with_200_streams_and_50_held_fail
         answers = await asyncio.wait_for(asyncio.gather(*streams, *held), 60)
         assert Counter(client.status for client in answers) == {200: STREAMS + HELD}
         assert all(client.whole and b"data: [DONE]" in client.body for client in answers)
-        await eventually(lambda: not any(map(alive, before.values())), within=20)
+        await eventually(lambda: not any(map(alive, before.values())))
         await steady.stop()
         assert set(steady.statuses) == {200}
         assert steady.statuses[200] > 5
         # Everything is counted down to nothing, in the store as well.
         await eventually(lambda: fake.inflight == 0)
+
+
+async def test_metrics_at_their_own_address_are_there_all_through_a_restart(place: Place) -> None:
+    port = free_port()
+    place.write(workers=2, access_log=False, top={"metrics": {"address": f"127.0.0.1:{port}"}})
+    async with system(place) as it:
+        assert (await it.http.get("/metrics")).status_code == 404
+
+        async def scrape() -> int:
+            async with httpx.AsyncClient(trust_env=False) as once:
+                answer = await once.get(f"http://127.0.0.1:{port}/metrics", timeout=30)
+                return answer.status_code if "rewake_build_info" in answer.text else 0
+
+        assert await scrape() == 200
+        before, restarting = it.workers, asyncio.create_task(it.call("restart"))
+        seen: Counter[int] = Counter()
+        while not restarting.done():
+            seen[await scrape()] += 1
+        assert (await restarting).status_code == 200
+        await eventually(lambda: not any(map(alive, before.values())), within=60)
+        seen[await scrape()] += 1
+        assert set(seen) == {200}
 
 
 async def test_gateway_case_32_what_does_not_end_within_the_drain_is_503_with_retry_after_1_or_cut(place: Place) -> None:
@@ -263,7 +285,7 @@ async def test_a_successor_that_cannot_serve_leaves_the_old_one_in_its_place(pla
         assert it.workers == before
         token.write_text(kept)
         assert await it.cli("restart") == (0, "restarted gateway-0; what the old processes have open may finish\n")
-        await eventually(lambda: not any(map(alive, before.values())), within=20)
+        await eventually(lambda: not any(map(alive, before.values())))
 
 
 async def test_a_killed_worker_refuses_nobody_while_it_comes_back(place: Place) -> None:
@@ -302,7 +324,7 @@ async def test_reload_reaches_every_process_or_none(place: Place) -> None:
         # A worker that dies now comes back with the last good configuration, not with the broken file.
         before = it.workers
         assert (await it.call("restart")).status_code == 200
-        await eventually(lambda: not any(map(alive, before.values())), within=20)
+        await eventually(lambda: not any(map(alive, before.values())))
         assert (await Client("new", place.port).run()).status == 200
         assert await it.cli("reload") == (2, f"rewake: {place.config} has faults:\ngateway.drian_s: {_UNKNOWN}\n")
         place.config.write_text(good.replace("idle_park_s: 7", "concurrency: 3").replace(f"port: {place.port}", "port: 1"))
@@ -339,7 +361,7 @@ async def test_certificates_that_only_root_can_read_are_renewed_while_serving(pl
         assert await seen(place.port) == first
         pair.certificate.write_bytes(other.certificate.read_bytes())
         # By itself: nobody asks for it.
-        it.up.says("another certificate is in force", within=20)
+        it.up.says("another certificate is in force")
         assert await seen(place.port) == other.der
         # The command line trusts the gateway's own certificate, whatever it is for.
         assert await it.cli("ps", "--json") == (0, "[]\n")

@@ -112,6 +112,35 @@ def test_rm_says_who_uses_it(place: Place) -> None:
     assert place.run("snapshot", "rm", manifest.id)[0] == 0
 
 
+def test_gc_and_rm_of_a_remote(place: Place) -> None:
+    folder = place.folder / "remote"
+    folder.mkdir()
+    made = [snapshot(place, at, secrets=()).id for at in (1000, 2000, 3000)]
+    remote = {"url": f"file://{folder}", "retention": {"keep_last": 1, "grace_s": 0, "spare_newest": False}}
+    place.write(port=1, storage={"remotes": {"team": remote}})
+    for id in made:
+        assert place.run("snapshot", "push", id, "team")[0] == 0
+    code, out, _ = place.run("snapshot", "rm", made[0][:8], "--remote", "team")
+    assert code == 0
+    assert out.startswith(f"removed {made[0]} from remote team")
+    code, out, _ = place.run("snapshot", "gc", "--remote", "team", "--dry-run")
+    assert code == 0
+    assert out.splitlines()[0].startswith("WOULD GO")
+    assert out.splitlines()[1].startswith(made[1])
+    assert "would remove" in out
+    document = json.loads(place.run("snapshot", "gc", "--remote", "team", "--json")[1])
+    assert [one["id"] for one in document["removed"]] == [made[1]]
+    assert document["objects"] > 0
+    assert document["left"] == ""
+    listed = json.loads(place.run("snapshot", "ls", "--remote", "team", "--json")[1])
+    assert [one["id"] for one in listed] == [made[2]]
+    assert len(store_of(place).list()) == 3, "what is here stays"
+    code, _, err = place.run("snapshot", "rm", made[0], "--remote", "team")
+    assert code == 1
+    assert "there is no snapshot" in err
+    assert place.run("snapshot", "gc", "--remote", "nobody")[0] == 1
+
+
 # ---------------------------------------------------------------- explain
 
 
@@ -155,7 +184,7 @@ def test_explain_lists_every_mismatch_and_exits_with_3(place: Place, criu: str) 
                 matching={"rules": {"xsave_size": "report"}})  # fmt: skip
     code, out, _ = place.run("snapshot", "explain")
     assert code == 3
-    assert "m would start cold: none of its 1 snapshot fits" in out
+    assert "m would start cold: its one snapshot does not fit" in out
     rows = {line.split()[0]: line for line in out.splitlines() if line.startswith("  ")}
     assert "1.2.3" in rows["host.kernel"]
     assert "equal" in rows["host.kernel"]

@@ -29,7 +29,7 @@ def place() -> Iterator[Place]:
 async def test_begins_all_and_ends_gateways_then_restorer_then_store(place: Place) -> None:
     place.write(workers=2)
     with running(place, restorer=("watch", str(place.socket))) as up:
-        await eventually(lambda: len(place.events()) == 3, within=20)
+        await eventually(lambda: len(place.events()) == 3)
         assert sorted(place.events()) == ["gateway0 begins", "gateway1 begins", "restorer begins"]
         children = place.children()
         assert sorted(children) == ["gateway-0", "gateway-1", "restorer", "store"]
@@ -93,7 +93,7 @@ async def test_kill_9_leaves_no_child_and_the_next_one_starts(place: Place, how:
     if how:
         require_root()
     with running(place, gateway=how) as up:
-        await eventually(lambda: len(place.events()) == 2, within=20)
+        await eventually(lambda: len(place.events()) == 2)
         children = place.children()
         up.process.kill()
         await eventually(lambda: not any(map(alive, children.values())))
@@ -104,13 +104,13 @@ async def test_kill_9_leaves_no_child_and_the_next_one_starts(place: Place, how:
 
 async def test_the_next_one_waits_for_a_restorer_that_still_stops(place: Place) -> None:
     with running(place, restorer=("slow", "4")) as first:
-        await eventually(lambda: len(place.events()) == 2, within=20)
+        await eventually(lambda: len(place.events()) == 2)
         first.process.kill()
         first.process.wait()
         with running(place, gateway=("listen",)) as second:
             second.says("an earlier `rewake up` was killed; waiting for what it left to end: restorer (pid ")
             second.says("serving")
-            await eventually(lambda: place.events().count("restorer begins") == 2, within=20)
+            await eventually(lambda: place.events().count("restorer begins") == 2)
     events = [event for event in place.events() if event.startswith("restorer")]
     # The orphan hears of it twice: from the kernel, and from the successor.
     assert events[0] == "restorer begins"
@@ -119,7 +119,7 @@ async def test_the_next_one_waits_for_a_restorer_that_still_stops(place: Place) 
 
 async def test_a_second_signal_cuts_the_gateways_off_and_still_lets_the_restorer_clean_up(place: Place) -> None:
     with running(place, gateway=("slow", "60"), restorer=("slow", "0.5")) as up:
-        await eventually(lambda: len(place.events()) == 2, within=20)
+        await eventually(lambda: len(place.events()) == 2)
         up.process.send_signal(signal.SIGINT)
         await eventually(lambda: "gateway0 got-SIGTERM" in place.events())
         assert "restorer got-SIGTERM" not in place.events()
@@ -131,7 +131,7 @@ async def test_a_second_signal_cuts_the_gateways_off_and_still_lets_the_restorer
 
 async def test_the_store_comes_back_after_it_died_and_the_others_go_on(place: Place) -> None:
     with running(place) as up:
-        await eventually(lambda: len(place.events()) == 2, within=20)
+        await eventually(lambda: len(place.events()) == 2)
         before = place.children()
         os.kill(before["store"], signal.SIGKILL)
         up.says("store was killed by SIGKILL")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -61,6 +62,10 @@ class Service:
         if self._up.poll() is None:
             self._up.send_signal(signal.SIGINT)
             self._up.wait(180)
+        mounts = Path("/proc/self/mountinfo").read_text()
+        if f"{self.run_dir}/" in mounts:  # a box that could not be ended: what it uses must not be emptied
+            raise BenchError(f"{self.run_dir} is still in use, by what {self._log} says; end that, and remove it")
+        shutil.rmtree(self.run_dir, ignore_errors=True)
 
     def snapshot(self, model: str) -> dict[str, Any]:
         """A fresh snapshot's manifest, and its id."""

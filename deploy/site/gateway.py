@@ -31,7 +31,7 @@ OpenAI's: `{"error": {"message", "type", "param", "code"}}`; on `/v1/messages` a
 _METRICS = """
 `GET /metrics` of any gateway worker, in Prometheus' text format, or as OpenMetrics with exemplars (the trace of one request for a
 bucket of a histogram) for who asks for it, as Prometheus does. It needs no key unless `metrics.keys` has some; `rewake key` makes
-one, which Prometheus sends by `authorization: {credentials_file: ...}`.
+one, which Prometheus sends by `authorization: {credentials_file: ...}`. With `metrics.address` it is there alone, by plain HTTP.
 
 Labels are bounded: models and tenants of the configuration (`_other` for all else), slots, hosts; never incarnations, snapshots,
 requests or keys. Times are in seconds, sizes in bytes.

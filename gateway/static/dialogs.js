@@ -117,11 +117,23 @@ const ACTIONS = {
   },
   move({ replica }, view) {
     const record = view.replicas.find((one) => one.id === replica);
-    const others = view.hosts.filter((host) => host.host !== record?.host);
-    const why = others.length
-      ? `A replica's address is of its own host, so the gateways of this installation reach replicas on ${record?.host} alone; ${others.map((one) => one.host).join(", ")} cannot serve for it.`
-      : `There is nowhere to move it: ${record?.host || "its host"} is the only host that reports. A move starts the same snapshot on another host, and drains it here.`;
-    open(`${replica} cannot be moved`, [h("p", {}, why), h("p", { class: "note" }, "To restart it here instead, drain it: the next request restores it.")], [close()]);
+    const others = view.hosts.filter((host) => host.host !== record?.host).map((one) => one.host);
+    if (!others.length) {
+      const why = `${record?.host || "Its host"} is the only host that reports.`;
+      open(`${replica} cannot be moved`, [h("p", {}, why), h("p", { class: "note" }, "To restart it here instead, drain it: the next request restores it.")], [close()]);
+      return;
+    }
+    const choice = h("select", { id: "move-to" }, h("option", { value: "" }, "the best of the others"), others.map((name) => h("option", { value: name }, name)));
+    confirm({
+      title: `Move ${replica}?`,
+      text: [
+        `Another replica is started on the host below. Once it serves, ${replica} on ${record?.host} gets no new requests, and stops when what it has in flight has ended.`,
+        h("span", { class: "field" }, h("label", { for: "move-to" }, "To "), choice),
+      ],
+      verb: "Move",
+      act: () => call("POST", "move", { replica, to: choice.value }),
+      done: () => `${replica} is being moved.`,
+    });
   },
   async verify({ snapshot, host }) {
     confirm({
@@ -282,7 +294,7 @@ const quoted = (text) => h("pre", { class: "quote", tabindex: "0", role: "region
 const capital = (text) => `${text[0].toUpperCase()}${text.slice(1).replace(/\.$/, "")}.`;
 const unfit = (told) =>
   told.unfit.length
-    ? h("details", {}, h("summary", {}, `${plural(told.unfit.length, "snapshot is", "snapshots are")} not used`), h("ul", { class: "faults" }, told.unfit.map((one) => h("li", {}, h("code", {}, one.id), ` on ${one.host}: ${one.reason}`))))
+    ? h("details", {}, h("summary", {}, `${plural(told.unfit.length, "snapshot is", "snapshots are")} not used`), h("ul", { class: "faults" }, told.unfit.map((one) => h("li", {}, h("code", {}, one.id), ` on ${one.host}:`, one.reason.split("\n").map((line) => h("p", {}, line))))))
     : null;
 
 /** The engine's log as it grows. */

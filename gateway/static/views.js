@@ -72,8 +72,10 @@ function attention(view, now) {
   const found = [];
   for (const model of view.models) {
     if (model.failure) {
+      // What the replica's record says is for the operator, and has the line that decided.
+      const record = view.replicas.find((one) => one.model === model.name && one.state === "failed" && one.reason);
       found.push(
-        item(`failed-${model.name}`, "failed", h("strong", {}, model.name), " cannot be started: ", brief(model.failure), whyButton(model.name), retry(model)),
+        item(`failed-${model.name}`, "failed", h("strong", {}, model.name), " cannot be started: ", brief(record?.reason ?? model.failure), whyButton(model.name), retry(model)),
       );
     }
   }
@@ -110,7 +112,8 @@ const retry = (model) => button("start", "Try again", `Start ${model.name} again
 
 /** The first sentence of a reason: the whole of it is a click away. */
 export const brief = (text) => {
-  const first = text.split(/; its log ends: |\n/)[0];
+  // Where in CRIU's sources the line comes from is left out: what it says is worth the room.
+  const first = text.split(/; its log ends: |\n/)[0].replace(/(criu \w+ failed) with status -?\d+: (\d+: )?Error \([^)]*\): /, "$1: ");
   return first.length > 180 ? `${first.slice(0, 179)}…` : first;
 };
 
@@ -205,7 +208,7 @@ function starts(view) {
     h(
       "details",
       { class: "card", "data-key": replica.id, open: done.length <= 2 },
-      h("summary", {}, h("span", { class: "name" }, replica.id), " ", outcome(replica), h("span", { class: "under" }, ` ${seconds(ofReplica(replica).total)}${replica.host ? ` on ${replica.host}` : ""}`)),
+      h("summary", {}, h("span", { class: "name" }, replica.id), " ", outcome(replica), ` ${seconds(ofReplica(replica).total)}`, h("span", { class: "under" }, replica.host ? ` on ${replica.host}` : "")),
       waterfall(ofReplica(replica), { cold: coldOf(view, replica.model), caption: `Stages of the last start of ${replica.id}`, live: false }),
       replica.account ? h("p", { class: "note" }, `${replica.account[0].toUpperCase()}${replica.account.slice(1)}`) : null,
     ),
@@ -245,7 +248,7 @@ function replicas(view, now) {
 
 // ---------------------------------------------------------------- operations
 
-const KINDS = { scale_up: "scale up", scale_down: "scale down", snapshot: "snapshot" };
+const KINDS = { scale_up: "scale up", scale_down: "scale down", snapshot: "snapshot", move: "move" };
 
 function operations(view, now) {
   const all = [
