@@ -32,21 +32,8 @@ def found() -> Iterator[dict[str, Any]]:
             *(sys.executable, str(SCRIPT), "--python", str(commands / "python"), "--criu", needed("REWAKE_CRIU")),
             *(f"--gpu-helper={word}" for word in helper),
             *("--work", str(place / "work"), "--run-dir", str(place / "run"), "--network", network(18), "--port", str(port)),
-            *(
-                "--env",
-                f"FAKE_CUDA={place / 'cuda'}",
-                "--restores",
-                "1",
-                "--swaps",
-                "2",
-                "--models",
-                "7b",
-                "--fill-mib",
-                "64",
-                "--no-rehearse",
-                "--no-cold",
-            ),
-            *("--swap-ways", "grouped", "--pair-try", "NCCL_DEBUG=WARN", "--output", str(place / "found.json")),
+            *("--env", f"FAKE_CUDA={place / 'cuda'}", "--output", str(place / "found.json"), "--pair-try", "NCCL_DEBUG=WARN"),
+            *"--models 7b --restores 1 --swaps 2 --swap-ways grouped --fill-mib 64 --no-rehearse --no-cold".split(),
         ]
         environment = {**os.environ, "PATH": f"{commands}:{os.environ['PATH']}", "COLUMNS": "150"}
         done = subprocess.run(argv, capture_output=True, text=True, timeout=900, env=environment, check=False)
