@@ -33,7 +33,7 @@ def found() -> Iterator[dict[str, Any]]:
             *(f"--gpu-helper={word}" for word in helper),
             *("--work", str(place / "work"), "--run-dir", str(place / "run"), "--network", network(18), "--port", str(port)),
             *("--env", f"FAKE_CUDA={place / 'cuda'}", "--output", str(place / "found.json"), "--pair-try", "NCCL_DEBUG=WARN"),
-            *"--models 7b --restores 1 --swaps 2 --swap-ways grouped --fill-mib 64 --no-rehearse --no-cold".split(),
+            *("--models=7b", "--restores=1", "--swaps=2", "--swap-ways=grouped", "--fill-mib=64", "--no-rehearse", "--no-cold"),
         ]
         environment = {**os.environ, "PATH": f"{commands}:{os.environ['PATH']}", "COLUMNS": "150"}
         done = subprocess.run(argv, capture_output=True, text=True, timeout=900, env=environment, check=False)
