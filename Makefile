@@ -9,7 +9,10 @@ TOOLS := build/tools
 MODELS := build/models
 CLIENTS := build/clients
 COMPILED := build/compiled
+NATIVE := build/native
 GGUF := $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
+DATA_PATH := access affinity cut edits envelope epilogue eta fastpath hold intake late metrics oracle outbox permits proxy registry reuse \
+    tracing usage wire
 VENV := .venv
 BIN := $(VENV)/bin
 
@@ -22,7 +25,7 @@ export REWAKE_CLIENTS := $(abspath $(CLIENTS))
 export REWAKE_PROMETHEUS := $(abspath $(TOOLS)/bin/prometheus)
 
 .DEFAULT_GOAL := help
-.PHONY: help install runtime system prometheus dashboards test-dashboards criu runc llama-server clients chromium vllm model hf-model demo bench-gpu test test-deploy system-tools bench-held bench-door bench-gateway bench-restore peers compiled reference docs crash-matrix check clean
+.PHONY: help install runtime system prometheus dashboards test-dashboards criu runc llama-server clients chromium vllm model hf-model demo bench-gpu test test-compiled test-deploy system-tools bench-held bench-door bench-gateway bench-restore peers compiled reference docs crash-matrix check clean
 
 help:  ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -89,6 +92,16 @@ bench-gpu: install criu  ## Measure on this host's NVIDIA GPU: cold starts, rest
 test: install criu runc llama-server model clients chromium prometheus  ## All tests, with the real CRIU, a real engine and real client libraries.
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
 
+# What drives bytes through the gateway, and what those bytes run through.
+$(NATIVE)/.built: pyproject.toml setup.py $(wildcard gateway/*.py policies/*.py) | $(VENV)/.installed
+	rm -rf $(NATIVE)
+	REWAKE_COMPILE=1 REWAKE_COMPILE_OPT=0 $(BIN)/python setup.py --quiet build --build-base $(NATIVE)/made --build-lib $(NATIVE)/lib
+	touch $@
+
+test-compiled: $(NATIVE)/.built  ## The data path's tests once more, over its compiled form.
+	REWAKE_TEST_COMPILED=1 PYTHONPATH=$(abspath $(NATIVE)/lib) $(BIN)/python -P -m pytest -n $(JOBS) --dist loadfile -o pythonpath=tests \
+	    -o cache_dir=$(NATIVE)/.pytest_cache $(foreach name,$(DATA_PATH),tests/test_gateway_$(name).py) $(PYTEST_ARGS)
+
 system-tools: | system
 	@command -v mmdebstrap systemd-nspawn >/dev/null || { apt-get -q update && \
 	    DEBIAN_FRONTEND=noninteractive apt-get -q install --no-install-recommends -y mmdebstrap systemd-container; } >/dev/null
@@ -117,7 +130,12 @@ bench-restore: install criu llama-server model  ## How near restores come to wha
 peers: | system
 	@PYTHON=$(PYTHON) deploy/install/peers.sh build/peers
 
-bench-gateway: install peers compiled  ## The data path beside nginx and other routers.
+# The same without metrics.
+build/unobserved/.built: $(COMPILED)/.installed deploy/bench/unobserved.py
+	$(COMPILED)/bin/python deploy/bench/unobserved.py build/unobserved
+	touch $@
+
+bench-gateway: install peers compiled build/unobserved/.built  ## The data path beside nginx and other routers.
 	$(BIN)/python deploy/bench/data_path.py $(BENCH_ARGS)
 
 reference: install  ## Write docs/reference out of the code.
@@ -140,7 +158,7 @@ check: install  ## Lint, format, types, layering.
 $(COMPILED)/.installed: pyproject.toml setup.py $(wildcard gateway/*.py policies/*.py) | system
 	$(PYTHON) -m venv $(COMPILED)
 	$(COMPILED)/bin/python -m pip install --quiet --upgrade pip
-	$(COMPILED)/bin/python -m pip install --quiet '.[compile]'
+	$(COMPILED)/bin/python -m pip install --quiet '.[compile,tracing]'
 	REWAKE_COMPILE=1 $(COMPILED)/bin/python -m pip install --quiet --no-build-isolation --no-deps --force-reinstall .
 	touch $@
 

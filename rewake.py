@@ -194,7 +194,7 @@ def ps(
         replicas = admin.replicas()
     if json_:
         return print_json(replicas)
-    titles = ["REPLICA", "STATE", "START", "SNAPSHOT", "INFLIGHT", "ADDRESS", "INCARNATION", "SINCE", "REASON"]
+    titles = ["REPLICA", "STATE", "HOST", "START", "SNAPSHOT", "INFLIGHT", "ADDRESS", "INCARNATION", "SINCE", "REASON"]
     print_table(titles, [_replica_row(replica) for replica in replicas], below="REASON", spare=("ADDRESS", "INCARNATION"))
     if any(replica["reason"] for replica in replicas):
         print("The line that decided, and what mends it: rewake why REPLICA", file=sys.stderr)
@@ -204,9 +204,10 @@ def ps(
 
 
 def _replica_row(r: Mapping[str, Any]) -> list[str]:
-    address = f"{r['address']}:{r['port']}" if r["address"] else "-"
+    # Of an older gateway's record the last two may be missing.
+    address = r.get("door") or (f"{r['address']}:{r['port']}" if r["address"] else "-")
     life = [r["start"] or "-", r["snapshot"] or "-", str(r["inflight"]), address, r["incarnation"] or "-"]
-    return [r["id"], r["state"], *life, when(r["updated_ms"]), cause(r["reason"])]
+    return [r["id"], r["state"], r["host"] or "-", *life, when(r["updated_ms"]), cause(r["reason"] or r.get("barred", ""))]
 
 
 @app.command()

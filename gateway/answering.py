@@ -60,6 +60,7 @@ class Answering:
         "begun",
         "status",
         "version",
+        "watched",
     )
 
     def __init__(self, client: FastProtocol, head: Head, found: Found) -> None:
@@ -72,6 +73,8 @@ class Answering:
         self.begun = False
         self.status = 0
         self.version = (1, 1)
+        self.watched = False
+        """Somebody waits for its first words, which must not wait for other connections'."""
 
     # without a task
 
@@ -104,7 +107,9 @@ class Answering:
         """Send what there is, in one write, with those of others."""
         pending = self._pending
         if pending and self._client.transport is not None:
-            self._client.outbox.put(self._client.transport, pending[0] if len(pending) == 1 else b"".join(pending))
+            data = pending[0] if len(pending) == 1 else b"".join(pending)
+            self._client.outbox.put(self._client.transport, data, self.watched)
+            self.watched = False
         self._pending = []
 
     def end(self) -> None:

@@ -83,12 +83,12 @@ class Connection:
         """It has served before."""
         self.idle_since = 0.0
 
-    def send(self, request: bytes, sink: Passing) -> None:
-        """Send a whole request; ``sink`` gets the answer."""
+    def send(self, request: bytes, sink: Passing, now: bool = False) -> None:
+        """Send a whole request; ``sink`` gets the answer. ``now``: :meth:`gateway.outbox.Outbox.put`."""
         assert self.transport is not None
         self._sink = sink
         self._received = False
-        self._pool.outbox.put(self.transport, request)
+        self._pool.outbox.put(self.transport, request, now)
 
     def abandon(self) -> None:
         """The answer is not wanted any more: close at once and tell nobody."""

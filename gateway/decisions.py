@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable
 
 from gateway import access, affinity, dialects, edits, envelope, errors, intake, logs, usage, websocket
+from gateway.body import Body, Form, document
 from gateway.claim import Refused, Ticket
 from gateway.client import Clients
 from gateway.current import Current
@@ -21,7 +22,6 @@ from gateway.errors import GatewayError
 from gateway.eta import Eta
 from gateway.exchange import Head
 from gateway.hold import Holding
-from gateway.intake import Body
 from gateway.ledger import Ledger
 from gateway.limits import Limits
 from gateway.metrics import Metrics
@@ -70,7 +70,7 @@ class Known:
         self.config: Config | None = None
         self.tenant = ""
         self.client = ""
-        self.form: intake.Form | None = None
+        self.form: Form | None = None
         self.errands: dict[str, Errand] = {}
         """By the model's name as the client writes it."""
 
@@ -186,7 +186,7 @@ class Decisions:
             known.tenant = self.identify(head, trail)
             known.client, known.form = trail.client, intake.check(found, head.headers, config)
             known.config = config
-        body = intake.document(found, known.form, data)
+        body = document(found, known.form, data)
         errand = known.errands.get(body.model)
         if errand is None:
             spec = self.permit(known.tenant, body, trail)

@@ -14,8 +14,9 @@ import msgspec
 from pydantic import JsonValue
 
 from gateway import multipart
+from gateway.body import Body, Splice, spliced
 from gateway.errors import InvalidRequest
-from gateway.intake import Body, Splice, spliced, unpacked
+from gateway.intake import unpacked
 from gateway.members import Buffer, Crowded, Repeated, members
 from policies.config import Model
 

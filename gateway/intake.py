@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass
-from types import TracebackType
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol
 from urllib.parse import parse_qs
 
 from gateway import envelope, errors, multipart
+from gateway.body import Body, Form, nothing
 from gateway.current import Current
-from gateway.envelope import Pairs
 from gateway.errors import InvalidRequest
 from gateway.members import Buffer
 from gateway.routes import Found
@@ -29,8 +27,6 @@ GRACE_S, SLOWEST_BYTES_PER_S = 60.0, 16 << 10
 """After the grace a body must have come at least this fast; or drops of it would keep a place for ever."""
 MAX_RATIO, ALWAYS_UNPACKED = 100, 1 << 20
 """A compressed body may grow this much when it is unpacked; up to so many bytes it may do what it likes."""
-LARGE = 1 << 20
-"""Bodies beyond this are looked at in a thread."""
 _WRITE_BYTES = 1 << 20
 _TRUE = frozenset(("true", "1", "on", "yes", "t", "y"))
 _GZIP = 16 + zlib.MAX_WBITS
@@ -45,103 +41,6 @@ class Source(Protocol):
 
     async def readany(self) -> bytes:
         """The next bytes as they come; empty at the end."""
-
-
-@dataclass(frozen=True, slots=True)
-class Form:
-    """What a head says of its body."""
-
-    boundary: bytes | None
-    """Of a multipart form; None: JSON."""
-    gzip: bool
-    expects: bool
-    """The client sends nothing before it is told to."""
-
-
-@dataclass(frozen=True, slots=True)
-class Splice:
-    """Replace the bytes from ``start`` to ``end`` by ``text``."""
-
-    start: int
-    end: int
-    text: bytes = b""
-
-
-class Body:
-    """A whole body. Its owner closes it, once nobody sends it any more."""
-
-    __slots__ = ("_gave_back", "_spool", "data", "form", "found", "model", "named", "size", "splices", "stream")
-
-    def __init__(self, found: Found, form: Form, data: bytes | None, spool: Spool | None, gave_back: Callable[[], None]) -> None:
-        self.found = found
-        self.form = form
-        self.data = data
-        """All of it, unless it is on disk."""
-        self.size = len(data) if data is not None else spool.size if spool is not None else 0
-        self.splices: tuple[Splice, ...] = ()
-        """Edits of a body on disk, in order; :meth:`pieces` makes them."""
-        self.model = ""
-        """As the client wrote it."""
-        self.named = False
-        """The model's name is in the body, not only beside it."""
-        self.stream = False
-        self._spool = spool
-        self._gave_back = gave_back
-
-    async def look(self, call: Callable[[Buffer], object]) -> None:
-        """Let ``call`` see all bytes: at once if they are few, else in a thread."""
-        if self._spool is not None and self._spool.size:
-            await self._spool.look(call)
-        elif self.data is not None and len(self.data) > LARGE:
-            await asyncio.to_thread(call, self.data)
-        else:
-            call(self.data or b"")
-
-    async def pieces(self) -> AsyncIterator[bytes]:
-        """The bytes for the replica, in pieces; any number of times."""
-        if self._spool is None:
-            yield self.data or b""
-            return
-        at = 0
-        for splice in (*self.splices, Splice(self._spool.size, self._spool.size)):
-            async for piece in self._spool.pieces(at, splice.start):
-                yield piece
-            if splice.text:
-                yield splice.text
-            at = splice.end
-
-    def headers(self, pairs: Pairs) -> Pairs:
-        """A head for this body: without the Content-Encoding that an edit took off."""
-        return pairs if self.form.gzip else [(name, value) for name, value in pairs if name.lower() != "content-encoding"]
-
-    def change(self, splices: tuple[Splice, ...]) -> None:
-        """Make edits; their offsets are in the bytes as they came."""
-        if self._spool is not None:
-            self.splices = splices
-            self.size = self._spool.size + sum(len(splice.text) - (splice.end - splice.start) for splice in splices)
-            return
-        assert self.data is not None
-        self.data = spliced(self.data, splices)
-        self.size = len(self.data)
-
-    def replace(self, data: bytes) -> None:
-        """Keep these bytes, unpacked, in place of the compressed ones."""
-        self.close()
-        self.form = Form(self.form.boundary, False, False)
-        self.data, self.size, self._spool = data, len(data), None
-
-    def close(self) -> None:
-        """Give memory and disk back. Idempotent."""
-        if self._spool is not None:
-            self._spool.close()
-        gave_back, self._gave_back = self._gave_back, _nothing
-        gave_back()
-
-    def __enter__(self) -> Body:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
 
 class Intake:
@@ -209,7 +108,7 @@ class Intake:
                 kept = len(data)
                 return Body(found, form, bytes(data), None, lambda: self._release(kept))
             await self._move(data, spool)
-            return Body(found, form, None, spool, _nothing)
+            return Body(found, form, None, spool, nothing)
         except BaseException as error:
             self.buffered -= len(data)
             if spool is not None:
@@ -264,19 +163,8 @@ def whole(found: Found, headers: Mapping[str, str], data: bytes, config: Config)
     Raises:
         GatewayError: as :meth:`Intake.read` does.
     """
-    body = Body(found, check(found, headers, config), data, None, _nothing)
+    body = Body(found, check(found, headers, config), data, None, nothing)
     understand(body, data, hinted(found, headers), config)
-    return body
-
-
-def document(found: Found, form: Form, data: bytes) -> Body:
-    """A JSON body that has been read already, is small and names its model; ``form``: what :func:`check` said of its head.
-
-    Raises:
-        GatewayError: as :meth:`Intake.read` does.
-    """
-    body, peek = Body(found, form, data, None, _nothing), envelope.peek(data)
-    body.model, body.stream, body.named = peek.model, bool(peek.stream), True
     return body
 
 
@@ -342,15 +230,6 @@ def unpacked(data: Buffer, limit: int) -> bytes:
     return content
 
 
-def spliced(data: Buffer, splices: tuple[Splice, ...]) -> bytes:
-    """``data`` with edits made."""
-    pieces, at = list[bytes](), 0
-    for splice in splices:
-        pieces += (data[at : splice.start], splice.text)
-        at = splice.end
-    return b"".join((*pieces, data[at:]))
-
-
 def too_large(limit: int) -> errors.RequestTooLarge:
     return errors.RequestTooLarge(f"The request body is larger than {limit} bytes.")
 
@@ -366,7 +245,3 @@ def _translated(error: BaseException) -> BaseException:
     if isinstance(error, Unframed):
         return InvalidRequest(f"The request body is not framed properly: {error}.", "invalid_http")
     return error
-
-
-def _nothing() -> None:
-    pass

@@ -26,10 +26,10 @@ class Outbox:
         self._loop = asyncio.get_running_loop()
         self._waiting: list[tuple[asyncio.Transport, bytes]] = []
 
-    def put(self, transport: asyncio.Transport, data: bytes) -> None:
-        """Send it before the loop waits for anything."""
+    def put(self, transport: asyncio.Transport, data: bytes, now: bool = False) -> None:
+        """Send it before the loop waits for anything; ``now``: somebody watches for it."""
         self._waiting.append((transport, data))
-        if self._life.open <= _FEW or len(self._waiting) >= _MOST:
+        if now or self._life.open <= _FEW or len(self._waiting) >= _MOST:
             self.send()
         elif len(self._waiting) == 1:
             self._loop.call_soon(self.send)

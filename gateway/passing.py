@@ -84,7 +84,7 @@ class Passing:
             self._connect()
         else:
             self._connection = connection
-            connection.send(self._request, self)
+            connection.send(self._request, self, self._order.trail.stream)
 
     # the client's side
 
@@ -115,6 +115,7 @@ class Passing:
         self._meter = meter(shape.kind, shape.encoding)
         self._since = self._moved = now
         self.deadline = self._due()
+        self._answering.watched = shape.events
         self._answering.begin_with(status, shape.head(self._order.trail.id, length), chunked=shape.chunked)
 
     def whole(self, head: Whole, body: bytes) -> None:
@@ -223,7 +224,7 @@ class Passing:
         self._connection = connection
         if self._held_back:
             connection.hold_back()
-        connection.send(self._request, self)
+        connection.send(self._request, self, self._order.trail.stream)
 
     def _elsewhere(self, error: Unreachable) -> None:
         """Not a byte was sent: back to the head of the queue, or to another replica."""

@@ -10,7 +10,7 @@ import mmap
 import os
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import IO, TypeVar
 
 from gateway.errors import SpoolFailed
@@ -52,6 +52,16 @@ class Spool:
             start += len(piece)
             yield piece
 
+    async def edited(self, edits: Sequence[tuple[int, int, bytes]]) -> AsyncIterator[bytes]:
+        """All of it, in pieces, but for each edit's bytes from start to end, in order, its text."""
+        at = 0
+        for start, end, text in (*edits, (self.size, self.size, b"")):
+            async for piece in self.pieces(at, start):
+                yield piece
+            if text:
+                yield text
+            at = end
+
     def close(self) -> None:
         """Give the disk's space back. Idempotent."""
         with self._lock:
@@ -85,6 +95,11 @@ class Spool:
         if not piece:
             raise SpoolFailed("A request body that was kept on disk is shorter than it was.")
         return piece
+
+
+async def once(data: bytes) -> AsyncIterator[bytes]:
+    """What is in memory, as pieces come."""
+    yield data
 
 
 def _failed(error: OSError) -> SpoolFailed:

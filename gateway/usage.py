@@ -216,7 +216,8 @@ def _latest(data: bytes) -> Counts | None:
         # As nearly all engines say it: once, flat, and near the end.
         colon, end = data.find(b":", at, at + 32), data.find(b"}", at, at + _OBJECT)
         try:
-            said = _FLAT.decode(data[colon + 1 : end + 1])
+            # A slice that ends before it begins is an error where this is compiled.
+            said = _FLAT.decode(data[colon + 1 : end + 1] if 0 <= colon < end else b"")
         except (msgspec.MsgspecError, ValueError):
             pass
         else:
@@ -233,7 +234,8 @@ def _latest(data: bytes) -> Counts | None:
 def _object(data: bytes, start: int) -> dict[str, Any] | None:
     """The JSON object that begins there, if one does, and ends soon."""
     # Most hold nothing but numbers, and end with the first brace.
-    flat = data[start : data.find(b"}", start, start + _OBJECT) + 1]
+    end = data.find(b"}", start, start + _OBJECT)
+    flat = data[start : end + 1] if end >= 0 else b""
     try:
         document = msgspec.json.decode(flat)
     except (msgspec.MsgspecError, ValueError, RecursionError):

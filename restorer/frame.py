@@ -86,10 +86,10 @@ def _wrong(document: Document) -> list[RenderableType]:
         lines.append("no restorer reports: nothing can be started")
     lines += [f"{host['host']} makes cold starts only: {host['capability']}" for host in document["hosts"] if not host["capable"]]
     failed = {m["name"]: m["failure"] for m in document["models"] if m["failure"]}
-    lines += [f"{name}: {_said(document, name) or why} (rewake why {name})" for name, why in failed.items()]
+    lines += [f"{name} (rewake why {name}): {_said(document, name) or why}" for name, why in failed.items()]
     for one in document["replicas"]:
         if one["reason"] and one["model"] not in failed and _is_wrong(one):
-            lines.append(f"{one['id']} {_outcome(one)}: {brief(one['reason'])} (rewake why {one['id']})")
+            lines.append(f"{one['id']} {_outcome(one)} (rewake why {one['id']}): {brief(one['reason'])}")
     return [Text(f"▲ {line}", style="bold red", no_wrap=True, overflow="ellipsis") for line in lines]
 
 

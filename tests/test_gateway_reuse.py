@@ -191,6 +191,7 @@ async def test_a_client_that_is_slow_with_an_answers_end_leaves_a_usable_connect
         client.close()
 
 
+@pytest.mark.interpreted
 async def test_a_replica_that_accepts_and_resets_at_once_is_unreachable(store, store_server, monkeypatch):
     # The reset is between the moment that the connection is made and that its maker hears of it.
     made = connection.Connection.connection_made
@@ -370,6 +371,7 @@ async def test_nobody_makes_a_new_connection_to_an_incarnation_that_has_ended():
     await upstreams.close()
 
 
+@pytest.mark.interpreted
 async def test_a_bug_at_the_end_of_an_answer_costs_no_slot(store, store_server, monkeypatch):
     def bug(*args: object) -> None:
         raise RuntimeError("bug")
@@ -427,6 +429,7 @@ async def test_a_client_that_never_takes_its_answers_end_is_cut_off(store, store
         client.close()
 
 
+@pytest.mark.interpreted
 async def test_a_connection_that_clogs_as_it_is_handed_over_stays_until_it_is_free(store, store_server):
     class Full:
         """What waits to be sent is more than the client takes."""

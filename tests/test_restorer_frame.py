@@ -88,7 +88,7 @@ def test_all_that_matters_is_in_the_picture() -> None:
     text = "\n".join(drawn(120))
     for part in ("0 of 2 models ready", "7 held", "2 gateways", "1 host"):
         assert part in text
-    assert "▲ broken: criu restore failed (rewake why broken)" in text
+    assert "▲ broken (rewake why broken): criu restore failed" in text
     for row in ("◐ restoring", "verify bytes", "5.0 MiB disk", "restore processes", "research", "1 min", "1 of 1 fit", "a cause"):
         assert row in text
     assert "and more" not in text
@@ -225,5 +225,5 @@ def test_a_long_reason_costs_no_other_column_a_letter(width: int) -> None:
         assert row.startswith(name)
     # And what is wrong stands above everything, with the way to its cause.
     wrong = [line for line in lines if line.startswith("▲")]
-    assert any("a-model-with-a-name#0 failed: criu restore failed: File" in line for line in wrong)
-    assert any("org/model#0 was started cold: restore of snapshot" in line for line in wrong)
+    assert any("a-model-with-a-name#0 failed (rewake why a-model-with-a-name#0): " in line for line in wrong)
+    assert any("org/model#0 was started cold (rewake why org/model#0): rest" in line for line in wrong)

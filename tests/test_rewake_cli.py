@@ -259,16 +259,20 @@ async def test_ps_lists_replicas_for_people_and_programs(place: Place, api: Admi
             0, State.ADMITTED, address="198.18.0.2", port=8000, start="restored", snapshot="ab", incarnation="i0", updated_ms=1000
         )
         | {"inflight": 3},
+        replica(2, State.ADMITTED, address="198.18.0.2", port=8000, start="cold", host="b", door="10.0.0.5:20003"),
+        replica(3, State.ADMITTED, address="198.18.0.6", port=8000, start="cold", host="c") | {"barred": "it is on c"},
     ]
     code, out, _ = await place.call("ps")
     assert code == 0
     assert [line.split() for line in out.splitlines()] == [
-        ["REPLICA", "STATE", "START", "SNAPSHOT", "INFLIGHT", "ADDRESS", "INCARNATION", "SINCE", "REASON"],
-        ["m#0", "admitted", "restored", "ab", "3", "198.18.0.2:8000", "i0", "1970-01-01", "00:00:01Z"],
-        ["m#1", "failed", "-", "-", "0", "-", "-", "-", "it", "[died]"],
+        ["REPLICA", "STATE", "HOST", "START", "SNAPSHOT", "INFLIGHT", "ADDRESS", "INCARNATION", "SINCE", "REASON"],
+        ["m#0", "admitted", "-", "restored", "ab", "3", "198.18.0.2:8000", "i0", "1970-01-01", "00:00:01Z"],
+        ["m#1", "failed", "-", "-", "-", "0", "-", "-", "-", "it", "[died]"],
+        ["m#2", "admitted", "b", "cold", "-", "0", "10.0.0.5:20003", "-", "-"],
+        ["m#3", "admitted", "c", "cold", "-", "0", "198.18.0.6:8000", "-", "-", "it", "is", "on", "c"],
     ]
     code, out, _ = await place.call("ps", "--json")
-    assert json.loads(out) == api.replicas[::-1]
+    assert json.loads(out) == sorted(api.replicas, key=lambda one: one["id"])
 
 
 @pytest.mark.parametrize(

@@ -181,32 +181,36 @@ def _rewake(name: str, upstream: int, *, program: Sequence[str] = SOURCE, **more
         yield Running(name, made.port, made.process.pid)
 
 
-@contextlib.contextmanager
-def rewake(folder: Path, upstream: int) -> Iterator[Running]:
-    """As `make compiled` installs it, with metrics and access log, no tracing."""
+def _compiled(*environment: str) -> Sequence[str]:
     python = BUILD / "compiled/bin/python"
     if not python.exists():
         raise BenchError(f"{python} is missing; `make compiled` builds it")
     # Not from the sources in the current folder.
-    with _rewake("rewake", upstream, program=(str(python), "-P", "-m", "gateway")) as running:
+    return ("env", *environment, str(python), "-P", "-m", "gateway")
+
+
+@contextlib.contextmanager
+def rewake(folder: Path, upstream: int) -> Iterator[Running]:
+    """As `make compiled` installs it, with metrics and access log, no tracing."""
+    with _rewake("rewake", upstream, program=_compiled()) as running:
         yield running
 
 
 @contextlib.contextmanager
 def rewake_interpreted(folder: Path, upstream: int) -> Iterator[Running]:
-    """The same, as it lies in the source tree; so are the next two."""
+    """The same, as it lies in the source tree."""
     with _rewake("rewake_interpreted", upstream) as running:
         yield running
 
 
 @contextlib.contextmanager
 def rewake_observed(folder: Path, upstream: int) -> Iterator[Running]:
-    """Metrics, access log, and as many traces as are made by default, for a collector that takes them all."""
+    """Compiled: metrics, access log, and as many traces as are made by default, for a collector that takes them all."""
     port = free_port()
     sink = subprocess.Popen([sys.executable, str(HERE / "sink.py"), str(port)])
     try:
         tracing = {"endpoint": f"http://127.0.0.1:{port}/v1/traces"}
-        with _rewake("rewake_observed", upstream, top={"tracing": tracing}) as running:
+        with _rewake("rewake_observed", upstream, program=_compiled(), top={"tracing": tracing}) as running:
             yield running
     finally:
         sink.kill()
@@ -215,9 +219,11 @@ def rewake_observed(folder: Path, upstream: int) -> Iterator[Running]:
 
 @contextlib.contextmanager
 def rewake_unobserved(folder: Path, upstream: int) -> Iterator[Running]:
-    """Neither metrics nor access log nor traces."""
-    program = (sys.executable, str(HERE / "unobserved.py"))
-    with _rewake("rewake_unobserved", upstream, program=program, access_log=False) as running:
+    """Compiled: neither metrics nor access log nor traces."""
+    lib = BUILD / "unobserved/lib"
+    if not lib.exists():
+        raise BenchError(f"{lib} is missing; `make build/unobserved/.built` builds it")
+    with _rewake("rewake_unobserved", upstream, program=_compiled(f"PYTHONPATH={lib}"), access_log=False) as running:
         yield running
 
 

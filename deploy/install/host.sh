@@ -11,7 +11,7 @@
 #   --gpu          also what speaks to NVIDIA's driver
 #   --criu FILE    take this CRIU (4.2 or newer) instead of installing one
 #   --compiler     install a C compiler and Python's headers too, where they are missing. Where they are, the gateway's data path is
-#                  compiled: half the processor time for each request. It takes minutes
+#                  compiled: a request costs half as much there. It takes minutes
 #   --interpreted  do not compile it
 #   --dry-run      say what would be done, and do nothing
 #   --restart      after an upgrade, restart what runs: replicas stop, and come back from their snapshots when they are asked for
@@ -253,7 +253,7 @@ booted() { [ -d /run/systemd/system ] && command -v systemctl >/dev/null; }
 active() { booted && systemctl --quiet is-active "$1"; }
 
 report() {
-    [ "$form" = compiled ] || say "the data path is interpreted: compiled, a request takes half the processor time (--compiler)"
+    [ "$form" = compiled ] || say "the data path is interpreted: compiled (--compiler), a request costs half as much there"
     local unit running=()
     for unit in rewake.service rewake-gateway.service rewake-restorer.service; do active "$unit" && running+=("$unit"); done
     if [ ${#running[@]} -gt 0 ] && [ -n "$previous" ]; then
