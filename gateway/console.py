@@ -59,7 +59,7 @@ class Console:
 
     def __init__(self, current: Current) -> None:
         self._current = current
-        self._files = {path.name: _file(path) for path in sorted(FOLDER.iterdir()) if path.suffix in _TYPES}
+        self._files = _FILES
 
     async def page(self, call: Call) -> Reply:
         return self._answer(PAGE, call)
@@ -81,3 +81,7 @@ class Console:
 def _file(path: Path) -> _File:
     data = path.read_bytes()
     return _File(data, _TYPES[path.suffix], f'"{hashlib.sha256(data).hexdigest()[:24]}"')
+
+
+# Read with the code: later this process may have given up the right to read where it lies.
+_FILES = {path.name: _file(path) for path in sorted(FOLDER.iterdir()) if path.suffix in _TYPES}

@@ -34,6 +34,9 @@ from policies.wire import RECENT, REPORT_TTL_MS, SCHEMA, Failure, GatewayReport,
 
 T = TypeVar("T", bound=BaseModel)
 
+# Read with the code: later this process may have given up the right to read where it lies, in root's home for one.
+_SCRIPTS = ("operations.lua", "limits.lua", "permits.lua")
+_OPERATIONS, _LIMITS, _PERMITS = (Path(__file__).with_name(name).read_text() for name in _SCRIPTS)
 _CALL_S = 5.0
 """The longest that one exchange with the store may take."""
 
@@ -66,9 +69,9 @@ class Store:
         self._client: Any = redis.asyncio.from_url(url, retry=Retry(NoBackoff(), 1), **common)
         # A subscription must not reconnect behind our back: messages would be lost and nothing read again.
         self._listener: Any = redis.asyncio.from_url(url, retry=Retry(NoBackoff(), 0), health_check_interval=5, **common)
-        self._script = self._client.register_script(Path(__file__).with_name("operations.lua").read_text())
-        self._budgets = self._client.register_script(Path(__file__).with_name("limits.lua").read_text())
-        self._permits = self._client.register_script(Path(__file__).with_name("permits.lua").read_text())
+        self._script = self._client.register_script(_OPERATIONS)
+        self._budgets = self._client.register_script(_LIMITS)
+        self._permits = self._client.register_script(_PERMITS)
 
     async def close(self) -> None:
         with contextlib.suppress(RedisError, OSError):

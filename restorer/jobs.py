@@ -273,12 +273,15 @@ class JobStore(Board):
         return {incarnation: found[incarnation] for incarnation in taken if incarnation in mine}
 
     async def forget_stages(self, model: str, origins: Collection[str]) -> None:
-        """Remove this host's durations of every origin but these (and cold starts): their snapshots are gone."""
+        """Remove this host's durations of every origin but these (and cold starts): their snapshots are gone. So are hosts that
+        were forgotten, with all of theirs."""
         with translated():
+            hosts = await self._client.smembers(self.keys.hosts)
             fields = await self._client.hkeys(self.keys.stages(model))
             kept = {COLD, *origins}
             known = [(field, key) for field in fields if (key := StageKey.of(field)) is not None]
-            gone = [field for field, key in known if key.host == self.host and key.origin not in kept]
+            mine = [field for field, key in known if key.host == self.host and key.origin not in kept]
+            gone = mine + [field for field, key in known if key.host not in hosts and key.host != self.host]
             if gone:
                 await self._client.hdel(self.keys.stages(model), *gone)
 

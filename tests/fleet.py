@@ -30,7 +30,7 @@ from e2e_installation import PROMPT, ROOT, a_place, eventually, processes
 
 T = TypeVar("T", "Node", "FleetHost", "FleetGateway")
 STREAM = {"prompt": "The capital of France is", "max_tokens": 4, "stream": True}
-READY_S = 60.0
+READY_S = 120.0
 END_S = 60.0
 
 

@@ -29,6 +29,7 @@ async def test_every_route_needs_the_token(store, store_server, headers):
             ("POST", "scale-up"),
             ("POST", "scale-down"),
             ("POST", "drain"),
+            ("POST", "move"),
             ("GET", "operations/x"),
         ):
             raw = {name: value.encode() for name, value in headers.items()}
@@ -50,6 +51,8 @@ async def test_every_route_needs_the_token(store, store_server, headers):
         ("scale-up", b'{"model":"nobody"}', 404, "nobody"),
         ("scale-down", b'{"model":"m","replicas":-1}', 400, "replicas"),
         ("drain", b'{"replica":"m#0"}', 404, "m#0"),
+        ("move", b'{"replica":"m#0"}', 404, "m#0"),
+        ("move", b'{"replica":"m#0","where":"b"}', 400, "where"),
         ("snapshots", b'{"model":7}', 400, "model"),
         ("scale-up", b"x" * 100_000, 413, "larger"),
     ],
@@ -110,6 +113,41 @@ async def test_drain_stops_one_replica(store, store_server):
         response = await served.client.post("/admin/v1/drain", json={"replica": replica.id}, headers=ADMIN)
         assert response.status_code == 202
         assert response.json()["jobs"] == [f"{response.json()['id']}/1"]
+
+
+async def test_a_move_goes_to_the_best_of_the_others_or_says_what_each_lacks(store, store_server):
+    config = configuration(model__engine={"kind": "http", "command": ["/bin/true"], "hosts": ["h1", "h3", "h4"]})
+    async with replica_server() as fake, serving(store_server, config) as served:
+        replica = await Fleet(store).admit(fake)
+        await eventually(lambda: served.gateway.registry.available("m"))
+        usual = {"capable": True, "capability": "", "snapshots": (), "parallel_starts": 1}
+
+        async def report(host, **more):
+            await store.set(f"rewake:host:{host}", HostReport(host=host, **{**usual, "running": 0, **more}).model_dump_json())
+            await store.sadd("rewake:hosts", host)
+
+        async def move(**body):
+            answer = await served.client.post("/admin/v1/move", json={"replica": replica.id, **body}, headers=ADMIN)
+            return answer.status_code, answer.json()
+
+        await report("h1")
+        status, said = await move()
+        assert (status, said["error"]["message"]) == (404, "No restorer reports from another host.")
+        await report("h2")
+        await report("h5", models=("other",))
+        status, said = await move()
+        assert status == 409
+        assert "h2: engine.hosts names h1, h3, h4" in said["error"]["message"]
+        assert "its configuration has no such model" in said["error"]["message"]
+        await report("h4", running=1)
+        await report("h3", starting=1)
+        assert (await move(to="h1"))[0] == 400
+        assert (await move(to="h9"))[0] == 404
+        assert (await move(to="h2"))[0] == 409
+        status, operation = await move()
+        assert (status, operation["kind"], operation["state"]) == (202, "move", "running")
+        assert await store.zrange("rewake:jobs:h4", 0, -1) == [f"{operation['id']}/1"]
+        assert (await move(to="h3"))[1]["id"] == operation["id"], "asked for again, it is the same one"
 
 
 async def test_replicas_and_models_say_what_there_is(store, store_server):

@@ -9,6 +9,7 @@ import json
 import os
 import pwd
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -22,7 +23,7 @@ import pytest
 import redis.asyncio
 import yaml
 from certificates import make
-from conftest import eventually, running_store
+from conftest import eventually, require_root, running_store
 from fake_replica import ADMIN, CHAT, TOKEN, Exchange, Fleet, answer, delta, replica_server
 from otlp_receiver import collector
 
@@ -70,11 +71,13 @@ def written(folder: Path, port: int, *, top: dict[str, object] | None = None, **
 
 
 @contextlib.asynccontextmanager
-async def worker(arguments: list[str], url: str, number: int = 0) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
+async def worker(
+    arguments: list[str], url: str, number: int = 0, root: Path = ROOT
+) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
     """One gateway process that listens; yields it and its address."""
     argv = [sys.executable, "-W", "error", "-m", "gateway", *arguments, "--store", url, "--worker", str(number)]
     pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(*argv, cwd=ROOT, stdout=pipe, stderr=pipe)
+    process = await asyncio.create_subprocess_exec(*argv, cwd=root, stdout=pipe, stderr=pipe)
     try:
         lines = []
         async with asyncio.timeout(20):
@@ -450,3 +453,18 @@ async def test_metrics_at_their_own_address_want_their_key_too(folder, store_url
     async with worker(arguments, store_url), httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as scraper:
         assert (await scraper.get("/metrics")).status_code == 401
         assert (await scraper.get("/metrics", headers={"Authorization": f"Bearer {key}"})).status_code == 200
+
+
+async def test_it_serves_although_its_own_files_lie_where_only_root_can_read(folder, store_url, tmp_path):
+    """A clone in root's home."""
+    require_root()
+    closed = tmp_path / "root"
+    for package in ("gateway", "policies"):
+        shutil.copytree(ROOT / package, closed / package, ignore=shutil.ignore_patterns("__pycache__"))
+    closed.chmod(0o700)
+    arguments = written(folder, free_port())
+    async with worker(arguments, store_url, root=closed) as (process, url), httpx.AsyncClient(base_url=url) as http:
+        assert re.search(rf"^Uid:(\s{NOBODY.pw_uid}){{4}}$", status_of(process.pid), re.MULTILINE)
+        assert (await http.get("/v1/models")).status_code == 200
+        assert (await http.get("/console")).status_code == 200
+        assert (await http.get("/metrics")).status_code == 200

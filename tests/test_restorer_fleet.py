@@ -16,7 +16,7 @@ from gateway.store import Store
 from policies.config import parse
 from policies.placement import Rank
 from policies.replica import Replica, State
-from policies.wire import GatewayReport, HostReport, JobKind, Operation, OperationState
+from policies.wire import GatewayReport, HostReport, JobKind, Operation, OperationState, SnapshotSummary
 from restorer.errors import LeaseLost
 from restorer.fleet import Fleet
 from restorer.jobs import Claim, JobStore, Outcome, Ranking
@@ -55,6 +55,8 @@ def ranked(*ranks: tuple[str, float]) -> Ranking:
 async def reports(jobs: JobStore, **more: Any) -> None:
     usual: dict[str, Any] = {"capable": True, "capability": "", "snapshots": (), "running": 0, "parallel_starts": 3}
     await jobs.report(HostReport(host=jobs.host, **(usual | more)))
+    # However long a test takes on a busy machine.
+    await jobs._client.persist(jobs.keys.host(jobs.host))
 
 
 async def gateway(store: Any, id: str, **knocked: bool) -> None:
@@ -485,3 +487,17 @@ async def test_ranking_counts_what_is_on_its_way_elsewhere(hosts: Named, store: 
     second = await take("b")
     assert second is not None
     assert {first.job.replica, second.job.replica} == {"m#0", "m#1"}
+
+
+async def test_what_is_worth_a_try_elsewhere_and_what_is_not() -> None:
+    fleet, model = Fleet("a"), CONFIG.models["m"]
+    usual: dict[str, Any] = {"capable": True, "capability": "", "running": 0, "parallel_starts": 1}
+    assert not fleet.elsewhere("m", model, "host", ()), "there is nobody else"
+    assert fleet.nobody("m", model) == ""
+    fits = SnapshotSummary(id="s", model="m", created_ms=0, bytes=1, fits=True)
+    fleet.see({"b": HostReport(host="b", snapshots=(), **usual), "c": HostReport(host="c", snapshots=(fits,), **usual)}, 0.0)
+    assert all(fleet.elsewhere("m", model, fault, ()) for fault in ("host", "tool", "environment", "snapshot"))
+    assert not any(fleet.elsewhere("m", model, fault, ()) for fault in ("transient", "cancelled"))
+    assert not fleet.elsewhere("m", model, "snapshot", {"c"}), "no other has a copy that it has not failed with"
+    assert fleet.elsewhere("m", model, "tool", {"c"})
+    assert not fleet.elsewhere("m", model, "tool", {"b", "c"}), "it has failed everywhere"

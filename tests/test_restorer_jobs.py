@@ -279,10 +279,14 @@ async def test_durations_of_a_snapshot_that_is_gone_are_forgotten_on_its_host(
 ) -> None:
     for snapshot in ("s1", "s2", None):
         await admitted(jobs, store_server, snapshot=snapshot, seconds=1.0)
+    await store.sadd("rewake:hosts", "host-a", "host-b")
     await other.forget_stages("m", [])
     assert len(await durations(store)) == 6
     await jobs.forget_stages("m", ["s2"])
     assert {key.origin for key in await durations(store) if key} == {"s2", "cold"}
+    await store.srem("rewake:hosts", "host-a")
+    await other.forget_stages("m", [])
+    assert await durations(store) == {}, "the host itself was forgotten"
 
 
 async def test_suspects_are_taken_by_the_restorer_that_runs_them(jobs: JobStore, other: JobStore, store: Any) -> None:

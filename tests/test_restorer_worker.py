@@ -19,8 +19,9 @@ from gateway.registry import Registry
 from gateway.store import Store
 from policies.config import Config, parse
 from policies.replica import Replica, State
-from policies.wire import HostReport, OperationState, SnapshotSummary, StageKey
+from policies.wire import HostReport, JobKind, OperationState, SnapshotSummary, StageKey
 from restorer.doors import Doors
+from restorer.errors import Environment
 from restorer.fleet import Fleet
 from restorer.host import News
 from restorer.jobs import JobStore
@@ -170,3 +171,33 @@ async def test_housekeeping_forgets_what_starts_of_lost_snapshots_took(store: An
         assert not keeping.done()
         keeping.cancel()
         await asyncio.gather(keeping, return_exceptions=True)
+
+
+async def test_a_second_host_of_one_name_does_not_start(store: Any, store_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would take the first one's jobs for its own, and end its replicas."""
+    monkeypatch.setattr("restorer.worker.REPORT_TTL_MS", 100)
+    async with bench(store_server) as one:
+        usual: dict[str, Any] = {"capable": True, "capability": "", "snapshots": (), "running": 0, "parallel_starts": 1}
+        await one.jobs.report(HostReport(host="host-a", place="other/1", **usual))
+        # However long this takes on a busy machine.
+        await store.persist("rewake:host:host-a")
+        with pytest.raises(Environment, match=r"'host-a': set restorer\.host"):
+            await one.worker._be_the_only_one()
+        # What this one replaces ends by itself.
+        await store.delete("rewake:host:host-a")
+        await one.worker._be_the_only_one()
+
+
+async def test_jobs_are_left_to_a_host_that_has_the_snapshot(store: Any, store_server: str) -> None:
+    async with bench(store_server) as one:
+        fits = SnapshotSummary(id="s", model="a", created_ms=0, bytes=1, fits=True)
+        better = HostReport(host="host-b", capable=True, capability="", snapshots=(fits,), running=0, parallel_starts=1)
+        one.worker._host.fleet.mine = one.worker._report_now
+        assert await one.worker._ranking() is None, "alone, it takes everything"
+        await store.set("rewake:host:host-b", better.model_dump_json())
+        await store.sadd("rewake:hosts", "host-b")
+        await one.worker._host.fleet.read(one.jobs)
+        await one.operations.scale_up("a", 1, "admin")
+        ranking = await one.worker._ranking()
+        assert ranking is not None
+        assert [rank.host for rank in ranking[JobKind.START, "a"]] == ["host-b", "host-a"]
