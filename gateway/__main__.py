@@ -23,7 +23,7 @@ import uvloop
 from aiohttp import web
 
 from gateway import app as application
-from gateway import logs, metrics, server, settings, tracing
+from gateway import logs, metrics, server, settings, tracing, whereabouts
 from gateway.errors import StoreUnavailable
 from gateway.handover import Line, NoAnswer, listeners, notify
 from gateway.life import Life
@@ -55,6 +55,7 @@ def main(argv: list[str] | None = None) -> int:
         told, line, sockets, metrics_at = _told(argv)
         folder = _metrics_folder(Path(told.config.run_dir))
         tracing.load(told.config)
+        _find_itself()
         if os.geteuid() == 0:
             _drop_root(told.config.gateway.user, folder)
         return uvloop.run(_serve(told, line, sockets, metrics_at, folder))
@@ -88,6 +89,15 @@ def _told(argv: list[str] | None) -> tuple[Settings, Line | None, list[socket.so
     elif found.config.metrics.at is not None:
         metrics_at = _bind(*found.config.metrics.at, "metrics.address")
     return found, line, sockets or [_bind(gateway.host, gateway.port, "gateway.host or gateway.port")], metrics_at
+
+
+def _find_itself() -> None:
+    """Where this process is decides how it reaches replicas; found out now, since it fails at the first of them otherwise."""
+    try:
+        whereabouts.here()
+    except OSError as error:
+        remedy = "it must be readable for gateways (under systemd: without ProcSubset=pid)"
+        raise SettingsError(f"{error.filename}: {error.strerror or error}; {remedy}") from None
 
 
 def _bind(host: str, port: int, setting: str) -> socket.socket:

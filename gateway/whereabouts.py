@@ -19,7 +19,7 @@ _KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 3), (socket.TCP_K
 
 @functools.cache
 def here() -> str:
-    """The place of this process, in the sense of :mod:`policies.reach`."""
+    """The place of this process, in the sense of :mod:`policies.reach`; raises OSError where /proc does not show it."""
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text()
     return reach.place(boot_id, os.stat("/proc/self/ns/net").st_ino)
 

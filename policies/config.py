@@ -71,6 +71,9 @@ class Engine(Section):
     """200 there means that it has started."""
     ready_timeout_s: PositiveSeconds = 1800.0
     """A cold start that takes longer has failed."""
+    deterministic: bool = False
+    """Its answers do not depend on what it computes at the same time, nor differ from one time to the next, which costs it speed.
+    vLLM gets ``VLLM_BATCH_INVARIANT=1``, SGLang ``--enable-deterministic-inference``."""
     gpu: Gpu = Gpu()
     sleep: Sleep = Sleep()
     hosts: tuple[Annotated[str, Field(min_length=1)], ...] = ()
@@ -82,6 +85,8 @@ class Engine(Section):
             raise ValueError(f"bundle is for backend: runc, but backend is {self.backend}")
         if self.backend == "sleep" and self.kind not in ("vllm", "sglang"):
             raise ValueError(f"backend: sleep wants an engine with an API for it, vllm or sglang, but kind is {self.kind}")
+        if self.deterministic and self.kind not in ("vllm", "sglang"):
+            raise ValueError(f"deterministic is known of vllm and sglang alone, but kind is {self.kind}")
         if self.backend == "runc" and self.gpu.count:
             raise ValueError("backend: runc does not put GPUs into its containers; use backend: criu, or gpu.count: 0")
         return self

@@ -53,7 +53,8 @@ async def record(client: httpx.AsyncClient, engine: HttpEngine) -> tuple[tuple[E
     if not verdict.equal:
         raise SnapshotError(
             f"donor is not stable: asked the same twice, {engine.name} answered differently ({verdict.difference}); a snapshot "
-            "of it could not be verified: let it run one request at a time without caches or random choices, or leave it cold"
+            "of it could not be verified: let it run one request at a time without caches or random choices "
+            "(vLLM, SGLang: engine.deterministic: true), or leave it cold"
         )
     return tuple(exchanges), seconds
 

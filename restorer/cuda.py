@@ -95,15 +95,25 @@ class Cuda:
         return {int(pid): str(state) for pid, state in found["states"].items()}
 
     async def load(
-        self, name: str, gpu: str, files: Sequence[tuple[Path, int]], socket: Path, *, threads: int, within_s: float
+        self,
+        name: str,
+        gpu: str,
+        files: Sequence[tuple[Path, int]],
+        socket: Path,
+        *,
+        threads: int,
+        direct: bool = False,
+        within_s: float,
     ) -> dict[str, Any]:
         """Read files into device memory of the helper, and offer it at ``socket``. Returns when all is there.
 
         Args:
             name: for :meth:`drop`, which frees it, also when this has failed.
+            direct: what the page cache does not hold is read past it.
         """
         wanted = [[str(path), count] for path, count in files]
-        return await self._call("load", within_s, name=name, gpu=gpu, files=wanted, socket=str(socket), threads=threads)
+        where = {"name": name, "gpu": gpu, "files": wanted, "socket": str(socket)}
+        return await self._call("load", within_s, **where, threads=threads, direct=direct)
 
     async def drop(self, name: str) -> None:
         """Free what a load holds. One that is unknown, as after the helper's death, is free already."""

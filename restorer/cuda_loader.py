@@ -21,10 +21,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from restorer import pagecache
+
 CHUNK = 4 << 20
 """Bytes of one read and one copy: few enough to be still in the processor's cache when they are copied on."""
 _BUFFERS = 2
 """For each reader: one is read into while the other is copied from."""
+_PAGE = 4096
 _FDS_A_MESSAGE = 64
 _SERVE_S = 900.0
 """Longer than any restore: it ends by being dropped."""
@@ -59,11 +62,44 @@ class _Stopped(Exception):
     """Nobody wants this load any more."""
 
 
+class _File:
+    """A file that is read through the page cache, or past it what is not there."""
+
+    def __init__(self, path: str, direct: bool) -> None:
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._fd = os.open(path, flags)
+        self._direct = -1
+        if direct:
+            # Some file systems, such as those in memory, know no other way than through the page cache.
+            with contextlib.suppress(OSError):
+                self._direct = os.open(path, flags | os.O_DIRECT)
+
+    def close(self) -> None:
+        for fd in {self._fd, self._direct} - {-1}:
+            os.close(fd)
+
+    def read(self, view: memoryview, count: int, at: int) -> None:
+        """Fill the first ``count`` bytes of a page-aligned buffer. Raises OSError when the file ends before."""
+        done = 0
+        if self._direct >= 0 and pagecache.resident(self._fd, count, at) < count // 2:
+            # Whole blocks alone, so that the file's last piece is asked for with some bytes that are not there; what comes short
+            # or is refused (EINVAL: larger blocks, EFAULT: memory of the driver's) is read the other way.
+            with contextlib.suppress(OSError):
+                done = min(count, os.preadv(self._direct, [view[: -(-count // _PAGE) * _PAGE]], at))
+        while done < count:
+            more = os.preadv(self._fd, [view[done:count]], at + done)
+            if more == 0:
+                raise OSError(f"{Path(f'/proc/self/fd/{self._fd}').readlink()} is shorter than its manifest says")
+            done += more
+
+
 class _Load:
     """One set of weights for one GPU."""
 
-    def __init__(self, device: Callable[[], Device], files: Sequence[tuple[str, int]], socket_path: str, threads: int) -> None:
-        self._open, self._files, self._threads = device, files, threads
+    def __init__(
+        self, device: Callable[[], Device], files: Sequence[tuple[str, int]], socket_path: str, threads: int, direct: bool
+    ) -> None:
+        self._open, self._files, self._threads, self._direct = device, files, threads, direct
         self._path = socket_path
         with contextlib.suppress(FileNotFoundError):
             os.unlink(socket_path)
@@ -113,13 +149,13 @@ class _Load:
                 device.close()
 
     def _fill(self, device: Device, blocks: Sequence[Any]) -> None:
-        work: queue.SimpleQueue[tuple[int, Any, int, int]] = queue.SimpleQueue()
+        work: queue.SimpleQueue[tuple[_File, Any, int, int]] = queue.SimpleQueue()
         with contextlib.ExitStack() as opened:
             for (path, count), block in zip(self._files, blocks, strict=True):
-                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-                opened.callback(os.close, fd)
+                file = _File(path, self._direct)
+                opened.callback(file.close)
                 for at in range(0, count, CHUNK):
-                    work.put((fd, block, at, min(CHUNK, count - at)))
+                    work.put((file, block, at, min(CHUNK, count - at)))
             faults: list[Exception] = []
             count = min(self._threads, work.qsize())
             readers = [threading.Thread(target=self._read, args=(device, work, faults), daemon=True) for _ in range(count)]
@@ -130,16 +166,16 @@ class _Load:
         if faults:
             raise faults[0]
 
-    def _read(self, device: Device, work: queue.SimpleQueue[tuple[int, Any, int, int]], faults: list[Exception]) -> None:
+    def _read(self, device: Device, work: queue.SimpleQueue[tuple[_File, Any, int, int]], faults: list[Exception]) -> None:
         try:
             buffers = [device.staging(CHUNK) for _ in range(_BUFFERS)]
             with contextlib.suppress(queue.Empty):
                 for staging in itertools.cycle(buffers):
-                    fd, block, at, count = work.get_nowait()
+                    file, block, at, count = work.get_nowait()
                     if self._stop.is_set() or faults:
                         raise _Stopped("the load was dropped")
                     staging.wait()
-                    _read_exactly(fd, staging.view[:count], at)
+                    file.read(staging.view, count, at)
                     staging.begin(block, at, count)
             for staging in buffers:
                 staging.wait()
@@ -184,7 +220,9 @@ class Loads:
         with self._lock:
             if str(asked["name"]) in self._dropped:
                 raise OSError(f"load {asked['name']} was dropped before it began")
-            load = _Load(lambda: self._device(uuid), files, str(asked["socket"]), int(asked["threads"]))
+            load = _Load(
+                lambda: self._device(uuid), files, str(asked["socket"]), int(asked["threads"]), bool(asked.get("direct"))
+            )
             self._loads[str(asked["name"])] = load
         load.loaded.wait()
         if load.fault is not None:
@@ -213,11 +251,3 @@ class Loads:
             return {"bytes_per_s": _PROBE_BYTES / (time.monotonic() - begun)}
         finally:
             device.close()
-
-
-def _read_exactly(fd: int, view: memoryview, at: int) -> None:
-    while view:
-        count = os.preadv(fd, [view], at)
-        if count == 0:
-            raise OSError(f"{Path(f'/proc/self/fd/{fd}').readlink()} is shorter than its manifest says")
-        view, at = view[count:], at + count

@@ -29,10 +29,14 @@ _ALONE = {
     "NCCL_NVLS_ENABLE": "0",
     "NCCL_P2P_DISABLE": "1",
     "NCCL_SHM_DISABLE": "1",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_NET": "Socket",
     "NCCL_SOCKET_IFNAME": "lo",
     "GLOO_SOCKET_IFNAME": "lo",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
-"""Memory that several processes share on GPUs cannot be checkpointed, so their collectives must do without."""
+"""Memory that several processes share on GPUs, or that a network card knows, cannot be checkpointed, so their collectives must do
+without; and a watchdog must not take the time that a snapshot lay on a disk for a collective that hangs."""
 
 Body = Mapping[str, Any]
 """A JSON object: a request's body."""
@@ -158,6 +162,9 @@ class HttpEngine:
 
     async def wake(self, client: httpx.AsyncClient) -> None:
         """Serve again after :meth:`sleep`; weights that lie apart are in their place by now."""
+
+    async def rejoin(self, client: httpx.AsyncClient) -> None:
+        """Connect its workers again, whose GPU state is back; the first thing after :meth:`sleep` that is asked of it."""
 
     async def doze(self, client: httpx.AsyncClient, level: int) -> None:
         """Sleep by the engine's own API until :meth:`rouse`: it gives memory back and answers nobody.

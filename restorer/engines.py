@@ -55,7 +55,7 @@ class LlamaServer(HttpEngine):
 class Sglang(HttpEngine):
     """SGLang's server. On a GPU its cache stays out of the dump where it was started with ``--enable-memory-saver``.
 
-    For answers that repeat bit for bit it wants ``--enable-deterministic-inference``; without, its canary may refuse.
+    For answers that repeat bit for bit it wants ``engine.deterministic``; without, its canary may refuse.
     """
 
     async def quiesce(self, client: httpx.AsyncClient) -> None:
@@ -68,11 +68,14 @@ class Sglang(HttpEngine):
         return await super().ask(client, path, body)
 
     def argv(self) -> tuple[str, ...]:
-        command = self.model.engine.command
-        if not self.sleeps:
-            return command
-        # At level 1 its weights must have a place in the host's memory, or they would be gone.
-        wanted = ("--enable-memory-saver", *(("--enable-weights-cpu-backup",) if self.model.engine.sleep.level == 1 else ()))
+        command, wanted = self.model.engine.command, list[str]()
+        if self.sleeps:
+            wanted.append("--enable-memory-saver")
+            if self.model.engine.sleep.level == 1:
+                # Its weights must have a place in the host's memory, or they would be gone.
+                wanted.append("--enable-weights-cpu-backup")
+        if self.model.engine.deterministic:
+            wanted.append("--enable-deterministic-inference")
         return (*command, *(option for option in wanted if option not in command))
 
     def prompt(self, length: int, serial: int) -> str | list[int]:

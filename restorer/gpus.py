@@ -84,7 +84,9 @@ class Gpus:
         known = self._known()
         if count > len(known):
             raise Environment(f"{count} GPUs are asked for, and this host has {len(known)}; lower engine.gpu.count")
-        wanted = [uuid for uuid in known if uuid in prefer] if only else known
+        wanted = [uuid for uuid in known if uuid in prefer] if only else self._alike(prefer)
+        if count > len(wanted) and not only:
+            raise Environment(f"{count} GPUs of its donor's model are asked for, and this host has {len(wanted)}")
         if count > len(wanted):
             raise Environment(
                 f"it can run on {', '.join(prefer)} alone, which this host has not; with driver 580 or later any would do"
@@ -146,6 +148,12 @@ class Gpus:
         if self.facts is None or not self.facts.gpus:
             raise Environment("engine.gpu.count asks for a GPU, and the driver on this host knows none; run `rewake doctor`")
         return [gpu.uuid for gpu in self.facts.gpus]
+
+    def _alike(self, uuids: Sequence[str]) -> list[str]:
+        """The GPUs here of the same model as some of these; all, if none of these is here: then hosts were compared."""
+        known = (self.facts.gpus if self.facts else None) or ()
+        models = {(gpu.name, gpu.memory_bytes, gpu.compute) for gpu in known if gpu.uuid in uuids}
+        return [gpu.uuid for gpu in known if not models or (gpu.name, gpu.memory_bytes, gpu.compute) in models]
 
     def _placement(self, uuids: list[str], found: dict[str, dict[str, Any]]) -> Placement:
         known = self._known()

@@ -133,6 +133,7 @@ async def _awaken(
         await host.cuda.thaw(pids, pairs, within_s=_DRIVER_S)
     async with connect(instance) as client:
         with stages.timed("weights") as stage:
+            await instance.engine.rejoin(client)
             stage.bytes = sum(one.bytes for one in state.weights)
             stage.tier = await _return_weights(delivery, instance.engine, client, state.weights)
         with stages.timed("wake"):
@@ -201,12 +202,16 @@ async def _delivery(host: Host, box: Box, state: GpuState, placement: Placement)
     at_home = placement.uuids == state.used and not box.facts.get("moved")
     if files and at_home and twice <= placement.free_bytes and len(files) == len(placement.uuids):
         delivery.roomy = _awake_bytes(state) + largest + 2 * MARGIN_BYTES <= placement.free_bytes
+        # Read past it is what it could not keep for the next start.
+        direct = sum(weights.bytes for weights in state.weights) > memory()[1] // 2
         within_s = _transfer_s(sum(one.bytes for one in state.weights))
         for rank, (uuid, parts) in enumerate(zip(placement.uuids, files, strict=True)):
             socket = f"weights-{rank}.sock"
             delivery.names.append(f"{box.id}-{rank}-{secrets.token_hex(4)}")
             delivery.sockets.append(box.mountpoint / socket)
-            load = host.cuda.load(delivery.names[-1], uuid, parts, box.private / socket, threads=_READERS, within_s=within_s)
+            load = host.cuda.load(
+                *(delivery.names[-1], uuid, parts, box.private / socket), threads=_READERS, direct=direct, within_s=within_s
+            )
             delivery.loads.append(asyncio.create_task(load))
     try:
         yield delivery
@@ -315,6 +320,7 @@ async def _wake_donor(host: Host, donor: Instance, pids: Sequence[int], weights:
         await host.cuda.thaw(pids, [], within_s=_DRIVER_S)
         async with connect(donor) as client:
             delivery = _Delivery(host.cuda, [host.weights.files(one) for one in weights], [], [], [])
+            await donor.engine.rejoin(client)
             await _return_weights(delivery, donor.engine, client, weights)
             await donor.engine.wake(client)
     except RestorerError as error:

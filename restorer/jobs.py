@@ -80,6 +80,8 @@ class JobStore(Board):
         super().__init__(url, namespace, host, Path(__file__).with_name("jobs.lua"))
         self.on_settled: Callable[[Claim, Outcome, Replica | None], None] = lambda claim, outcome, record: None
         """Called when a job has ended, with its replica's last record if there is one."""
+        self._ending: set[tuple[str, int]] = set()
+        """Job and fence of what is being settled, or was."""
         self._queues = [self.keys.host_jobs(host), self.keys.jobs]
 
     async def claim(
@@ -123,8 +125,17 @@ class JobStore(Board):
         return list(dict.fromkeys((job.kind, job.model) for job in jobs))
 
     async def renew(self, claim: Claim, lease_s: float) -> bool:
-        """Extend the lease; False when it was lost."""
-        return bool(await self._call("renew", **self._held(claim), ttl_ms=_ms(lease_s)))
+        """Extend the lease; False when it was lost.
+
+        Of a job that is being settled the lease is no longer missed: it ends with the job, and whether it was lost before is for
+        :meth:`settle` to say. Otherwise what was just admitted would be undone.
+        """
+        renewed = bool(await self._call("renew", **self._held(claim), ttl_ms=_ms(lease_s)))
+        return renewed or (claim.job.id, claim.fence) in self._ending
+
+    def over(self, claim: Claim) -> None:
+        """Nobody works on it any more, and nobody renews its lease."""
+        self._ending.discard((claim.job.id, claim.fence))
 
     async def release(self, claim: Claim, delay_s: float, *, avoid: bool = False) -> None:
         """Give the job back, due again after ``delay_s`` seconds; ``avoid``: rather for another host."""
@@ -166,6 +177,7 @@ class JobStore(Board):
         if record is not None:
             stages = [(key.field, seconds) for key, seconds in durations(record)]
             written = {"replica": record.id, "record": _encoded(record), "stages": stages, "samples": STAGE_SAMPLES}
+        self._ending.add((job.id, claim.fence))
         done = await self._call(
             "settle",
             **self._held(claim),
@@ -187,6 +199,7 @@ class JobStore(Board):
             failure_ms=max(1, _ms(outcome.failure_s)),
         )
         if not done:
+            self.over(claim)
             raise LeaseLost(f"job {job.id}: another claim of it exists")
         self.on_settled(claim, outcome, record)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import secrets
 import time
@@ -22,6 +23,7 @@ from policies.manifest import Allocation, WeightsPart
 from restorer.engine import Body, HttpEngine, expect, field, parsed
 from restorer.errors import EngineNotReady, SnapshotError
 
+log = logging.getLogger("rewake.restorer")
 INSIDE = Path(__file__).with_name("inside")
 """Where engines find what of ours runs inside them."""
 _SLEEP_S = 60.0
@@ -65,7 +67,13 @@ class Vllm(HttpEngine):
 
     def settings(self) -> dict[str, str]:
         # The routes to sleep and to reach the workers are there in the server's development mode only; none leads outside.
-        return {"VLLM_SERVER_DEV_MODE": "1", **super().settings()} if self.apart or self.sleeps else super().settings()
+        added = {"VLLM_SERVER_DEV_MODE": "1"} if self.apart or self.sleeps else {}
+        if self.gpus > 1:
+            # Memory that is symmetric over GPUs is shared memory.
+            added["VLLM_ALLREDUCE_USE_SYMM_MEM"] = "0"
+        if self.model.engine.deterministic:
+            added["VLLM_BATCH_INVARIANT"] = "1"
+        return {**added, **super().settings()}
 
     def environment(self, private: Path, visible: Sequence[int] = ()) -> dict[str, str]:
         found = super().environment(private, visible)
@@ -80,6 +88,12 @@ class Vllm(HttpEngine):
         await self._each(client, "rewake_tidy", [], _SLEEP_S)
         expect(await self.post(client, "/sleep?level=2", None, _SLEEP_S))
         await self._until(client, asleep=True)
+        if self.gpus > 1:
+            await self._each(client, "rewake_part", [], _SLEEP_S)
+
+    async def rejoin(self, client: httpx.AsyncClient) -> None:
+        if self.apart and self.gpus > 1:
+            await self._each(client, "rewake_join", [], _SLEEP_S)
 
     async def wake(self, client: httpx.AsyncClient) -> None:
         if not self.apart:
@@ -136,6 +150,7 @@ class Vllm(HttpEngine):
     ) -> list[tuple[str, ...]]:
         expect(await self.post(client, "/wake_up?tags=weights", None, _SLEEP_S))
         found = await self._each(client, "rewake_import", sources, within_s)
+        log.info("%s: its weights took, by worker, in seconds: %s", self.name, [one.get("seconds") for one in found])
         return [tuple(map(str, one["fingerprints"])) for one in found]
 
     async def _each(self, client: httpx.AsyncClient, method: str, asked: Sequence[Body], seconds: float) -> list[dict[str, Any]]:

@@ -196,6 +196,7 @@ class Worker:
             lease.cancel()
             work.cancel()
             results = await asyncio.gather(work, lease, return_exceptions=True)
+            self._host.jobs.over(claim)
             self._note(claim, results[0])
             self._held.pop(claim.job.id, None)
             stages, end = self._host.progress.done(claim.job.id), self._settled.pop(claim.job.id, None)

@@ -1,10 +1,10 @@
-"""A small engine with vLLM's routes, whose "GPU" is the one of :mod:`fake_cuda`: two processes with CUDA state, weights that
-its sleep throws away, and answers that depend on every byte of them.
+"""A small engine with vLLM's routes, whose "GPUs" are those of :mod:`fake_cuda`: a process for each and one before them, all with
+CUDA state; weights that its sleep throws away, and answers that depend on every byte of them.
 
-``python e2e_gpu_engine.py PORT HOLD [--seed N] [--no-cuda] [--deaf] [vLLM's options for sleep]``. While HOLD-garble exists,
-what it takes in as weights is wrong by one bit, while HOLD-stale exists, the last run of it is left out; while HOLD-misaligned
-exists, it says what broken GPU state makes engines say; while HOLD-full exists, it finds the disk full; while HOLD-unmappable
-exists, it cannot map others' device memory; while HOLD-oversleep exists, it does not wake.
+``python e2e_gpu_engine.py PORT HOLD [--seed N] [--claims BYTES] [--no-cuda] [--deaf] [vLLM's options for sleep and for GPUs]``.
+While HOLD-garble exists, what it takes in as weights is wrong by one bit, while HOLD-stale exists, the last run of it is left
+out; while HOLD-misaligned exists, it says what broken GPU state makes engines say; while HOLD-full exists, it finds the disk
+full; while HOLD-unmappable exists, it cannot map others' device memory; while HOLD-oversleep exists, it does not wake.
 With --deaf it has no routes for sleep.
 """
 
@@ -30,11 +30,11 @@ SIZES = (96 << 10, 32 << 10, 64 << 10)
 STATE_BYTES, KV_BYTES = 1 << 20, 4 << 20
 
 
-def cuda_state(bytes_used: int) -> None:
+def cuda_state(bytes_used: int, rank: int = 0) -> None:
     """What the fake driver knows of this process."""
     path = Path(os.environ["HOME"]) / f"cuda-{os.getpid()}"
     state = json.loads(path.read_text()) if path.exists() else {"state": "running"}
-    index = int(os.environ["CUDA_VISIBLE_DEVICES"].split(",")[0])
+    index = int(os.environ["CUDA_VISIBLE_DEVICES"].split(",")[rank])
     path.write_text(json.dumps({"index": index, **state, "bytes": bytes_used}))
 
 
@@ -87,10 +87,12 @@ class HostMemory:
             block[:] = data[at : at + len(block)]
 
 
-def work(pipe: Connection, seed: str, hold: str, extension_name: str, cuda: bool) -> None:
-    """The process that has the weights."""
+def work(pipe: Connection, rank: int, options: argparse.Namespace) -> None:
+    """A process that has weights."""
+    hold, extension_name, cuda = options.hold, options.worker_extension_cls, not options.no_cuda
     blocks = [mmap.mmap(-1, size) for size in SIZES]
-    original = [hashlib.shake_256(f"{seed} {number}".encode()).digest(size) for number, size in enumerate(SIZES)]
+    names = [f"{options.seed} {rank} {number}" for number in range(len(SIZES))]
+    original = [hashlib.shake_256(name.encode()).digest(size) for name, size in zip(names, SIZES, strict=True)]
     for block, data in zip(blocks, original, strict=True):
         block[:] = data
     worker: Any = None
@@ -99,9 +101,10 @@ def work(pipe: Connection, seed: str, hold: str, extension_name: str, cuda: bool
         extension = importlib.import_module(module)
         kind = type("Worker", (getattr(extension, name),), {"_rewake_memory": lambda _: HostMemory(extension, blocks, hold)})
         worker = kind()
-    awake = STATE_BYTES + KV_BYTES + sum(SIZES)
+        worker.rank = rank
+    awake = STATE_BYTES + KV_BYTES + options.claims + sum(SIZES)
     if cuda:
-        cuda_state(awake)
+        cuda_state(awake, rank)
     while True:
         method, arguments = pipe.recv()
         if method == "complete":
@@ -111,11 +114,11 @@ def work(pipe: Connection, seed: str, hold: str, extension_name: str, cuda: bool
             for block in blocks if arguments != "1" else ():
                 block[:] = bytes(len(block))
             if cuda:
-                cuda_state(STATE_BYTES)
+                cuda_state(STATE_BYTES, rank)
             pipe.send(None)
         elif method == "wake":
             if cuda:
-                cuda_state(awake if arguments != ["weights"] else STATE_BYTES + sum(SIZES))
+                cuda_state(awake if arguments != ["weights"] else STATE_BYTES + sum(SIZES), rank)
             pipe.send(None)
         elif method == "reload_weights":
             HostMemory(None, blocks, hold).fill(b"".join(original), [])
@@ -125,16 +128,18 @@ def work(pipe: Connection, seed: str, hold: str, extension_name: str, cuda: bool
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    pipe: Connection
+    pipes: list[Connection]
+    """One to each worker, by rank."""
     lock = threading.Lock()
     asleep: set[str] = set()  # noqa: RUF012 - the server's state
     hold: str
     deaf = False
 
-    def ask(self, method: str, arguments: Any) -> Any:
+    def ask(self, method: str, arguments: Any) -> list[Any]:
         with self.lock:
-            self.pipe.send((method, arguments))
-            return self.pipe.recv()
+            for pipe in self.pipes:
+                pipe.send((method, arguments))
+            return [pipe.recv() for pipe in self.pipes]
 
     def do_GET(self) -> None:
         if self.path == "/is_sleeping" and self.deaf:
@@ -158,7 +163,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.asleep.difference_update(query.get("tags", ["weights", "kv_cache"]))
             self._reply({})
         elif url.path == "/collective_rpc":
-            self._reply({"results": [self.ask(body["method"], body.get("args", []))]})
+            self._reply({"results": self.ask(body["method"], body.get("args", []))})
         elif url.path == "/reset_prefix_cache":
             self._reply({"success": True})
         elif self.asleep:
@@ -167,10 +172,21 @@ class Handler(http.server.BaseHTTPRequestHandler):
             print("RuntimeError: CUDA error: misaligned address", flush=True)
             os.killpg(0, signal.SIGKILL)
         else:
-            digest = self.ask("complete", body["prompt"])
+            digest = hashlib.sha256("".join(self.ask("complete", body["prompt"])).encode()).hexdigest() * 9
             text = " ".join(digest[4 * n : 4 * n + 4] for n in range(body["max_tokens"]))
+            if body.get("stream"):
+                self._stream({"choices": [{"index": 0, "text": text}]})
+                return
             usage = {"completion_tokens": body["max_tokens"]}
             self._reply({"choices": [{"index": 0, "text": text, "finish_reason": "length"}], "usage": usage})
+
+    def _stream(self, event: object) -> None:
+        data = f"data: {json.dumps(event)}\n\ndata: [DONE]\n\n".encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
 
     def _reply(self, body: object, status: int = 200) -> None:
         data = json.dumps(body).encode()
@@ -186,16 +202,19 @@ def main() -> None:
     parser.add_argument("port", type=int)
     parser.add_argument("hold")
     parser.add_argument("--seed", default="0")
+    parser.add_argument("--claims", type=int, default=0, help="more bytes that it says to have on each GPU")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--no-cuda", action="store_true")
     parser.add_argument("--deaf", action="store_true")
     parser.add_argument("--enable-sleep-mode", action="store_true")
     parser.add_argument("--worker-extension-cls", default="")
     options = parser.parse_args()
-    ours, theirs = multiprocessing.Pipe()
     forks = multiprocessing.get_context("fork")
-    arguments = (theirs, options.seed, options.hold, options.worker_extension_cls, not options.no_cuda)
-    forks.Process(target=work, args=arguments, daemon=True).start()
-    Handler.pipe, Handler.hold, Handler.deaf = ours, options.hold, options.deaf
+    Handler.pipes, Handler.hold, Handler.deaf = [], options.hold, options.deaf
+    for rank in range(options.tensor_parallel_size):
+        ours, theirs = multiprocessing.Pipe()
+        Handler.pipes.append(ours)
+        forks.Process(target=work, args=(theirs, rank, options), daemon=True).start()
     if not options.no_cuda:
         cuda_state(0)
     http.server.ThreadingHTTPServer(("0.0.0.0", options.port), Handler).serve_forever()

@@ -150,7 +150,7 @@ class Installation:
         with (self.folder / "up.log").open("ab") as log:
             argv = [sys.executable, str(ROOT / "rewake.py"), "up", "-c", str(self.config)]
             self.up = subprocess.Popen(argv, stdout=log, stderr=log, cwd=ROOT, start_new_session=True)
-        eventually(self.ready, f"ready; see {self.folder / 'up.log'}", 30)
+        eventually(self.ready, f"ready; see {self.folder / 'up.log'}", 90)
 
     def ready(self) -> bool:
         assert self.up is not None

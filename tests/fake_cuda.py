@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import mmap
 import os
 import sys
 import time
@@ -22,6 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from restorer import cuda_loader
 from restorer.cuda_helper import CHECKPOINTED, LOCKED, RUNNING, DriverError, serve
 
 OUT_OF_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
@@ -82,7 +84,8 @@ class FakeBlock:
 
 class FakeStaging:
     def __init__(self, count: int) -> None:
-        self.view = memoryview(bytearray(count))
+        # Aligned, as pinned memory is.
+        self.view = memoryview(mmap.mmap(-1, count))
 
     def begin(self, block: FakeBlock, offset: int, count: int) -> None:
         os.pwrite(block.fd, self.view[:count], offset)
@@ -118,6 +121,10 @@ class FakeDriver:
                 gpu["free"] -= state["bytes"]
                 gpu["pids"].append(pid)
         return found
+
+    def used(self, pid: int) -> int:
+        """Bytes of device memory that a process has."""
+        return int(self._must(pid)["bytes"])
 
     def is_cuda(self, pid: int) -> bool:
         return self._load(pid) is not None
@@ -214,4 +221,5 @@ class FakeDriver:
 
 
 if __name__ == "__main__":
+    cuda_loader._PROBE_BYTES = 32 << 20
     serve(FakeDriver(Path(sys.argv[1])))

@@ -127,7 +127,7 @@ class Running:
             self._lines.put(line.rstrip("\n"))
         self._lines.put(None)
 
-    def says(self, part: str, *, within: float = 20.0) -> str:
+    def says(self, part: str, *, within: float = 60.0) -> str:
         """The first line not read yet that contains ``part``."""
         deadline = time.monotonic() + within
         while True:
@@ -140,7 +140,7 @@ class Running:
             if part in line:
                 return line
 
-    def ends(self, within: float = 20.0) -> int:
+    def ends(self, within: float = 60.0) -> int:
         """Its exit code."""
         code = self.process.wait(within)
         self._reader.join(within)

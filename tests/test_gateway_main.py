@@ -80,7 +80,7 @@ async def worker(
     process = await asyncio.create_subprocess_exec(*argv, cwd=root, stdout=pipe, stderr=pipe)
     try:
         lines = []
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while True:
                 line = (await process.stderr.readline()).decode()
                 assert line, "".join(lines)
@@ -164,7 +164,7 @@ async def test_sigterm_finishes_what_is_open_or_held_and_exits_0(folder, store_u
     async with (
         replica_server(slow) as fake,
         worker(written(folder, free_port(), drain_s=20), store_url) as (process, url),
-        httpx.AsyncClient(base_url=url, timeout=20) as http,
+        httpx.AsyncClient(base_url=url, timeout=60) as http,
     ):
         await Fleet(client).admit(fake, concurrency=1)
         async with http.stream("POST", CHAT, json={"model": "m"}) as stream:
@@ -192,7 +192,7 @@ async def test_who_stands_in_the_kernels_queue_when_the_end_comes_is_served(fold
     async with (
         replica_server() as fake,
         worker(written(folder, free_port(), drain_s=20), store_url) as (process, url),
-        httpx.AsyncClient(base_url=url, timeout=20, limits=httpx.Limits(max_connections=None)) as http,
+        httpx.AsyncClient(base_url=url, timeout=60, limits=httpx.Limits(max_connections=None)) as http,
     ):
         await Fleet(client).admit(fake, concurrency=50)
         assert (await http.post(CHAT, json={"model": "m"})).status_code == 200
@@ -218,7 +218,7 @@ async def test_a_connection_that_is_kept_may_bring_one_more_request_while_draini
     async with (
         replica_server() as fake,
         worker(written(folder, free_port(), drain_s=20), store_url) as (process, url),
-        httpx.AsyncClient(base_url=url, timeout=20) as http,
+        httpx.AsyncClient(base_url=url, timeout=60) as http,
     ):
         await Fleet(client).admit(fake)
         assert (await http.post(CHAT, json={"model": "m"})).status_code == 200
@@ -241,7 +241,7 @@ async def test_a_stream_that_outlasts_the_drain_is_told_why_and_cut_not_ended(fo
     async with (
         replica_server(endless) as fake,
         worker(written(folder, free_port(), drain_s=0.3), store_url) as (process, url),
-        httpx.AsyncClient(base_url=url, timeout=20) as http,
+        httpx.AsyncClient(base_url=url, timeout=60) as http,
     ):
         await Fleet(client).admit(fake)
         # A body in chunks is not plain.
@@ -285,7 +285,7 @@ async def test_case_32_restart_of_one_worker_of_two_fails_nothing(folder, store_
         worker(arguments, store_url, 1) as (ending, _),
     ):
         await Fleet(client).admit(fake, concurrency=20)
-        async with httpx.AsyncClient(base_url=url, timeout=20, limits=httpx.Limits(max_connections=None)) as http:
+        async with httpx.AsyncClient(base_url=url, timeout=60, limits=httpx.Limits(max_connections=None)) as http:
             open_ones = [asyncio.create_task(http.post(CHAT, json={"model": "m"})) for _ in range(60)]
             await eventually(lambda: len(fake.requests) >= 20)
             ending.send_signal(signal.SIGTERM)
@@ -339,13 +339,13 @@ async def test_a_socket_of_systemd_outlives_the_process_and_nobody_is_refused(fo
         script = f'export LISTEN_FDS=1 LISTEN_PID=$$; exec "$@" 3<&{ours.fileno()}'
         argv = ["bash", "-c", script, "-", sys.executable, str(ROOT / "rewake.py"), "gateway", "-c", arguments[1]]
         for _ in range(2):
-            async with httpx.AsyncClient(base_url=url, timeout=20) as http:
+            async with httpx.AsyncClient(base_url=url, timeout=60) as http:
                 early = asyncio.create_task(http.get("/health"))
                 process = await asyncio.create_subprocess_exec(*argv, pass_fds=[ours.fileno()], cwd=ROOT)
                 try:
                     assert (await early).status_code == 200
                     process.send_signal(signal.SIGTERM)
-                    assert await asyncio.wait_for(process.wait(), 20) == 0
+                    assert await asyncio.wait_for(process.wait(), 60) == 0
                 finally:
                     if process.returncode is None:
                         process.kill()
@@ -389,7 +389,7 @@ def test_what_cannot_start_says_why_and_exits_2(folder, change, says):
     arguments = written(folder, free_port())
     change(folder)
     argv = [sys.executable, "-m", "gateway", *arguments, "--store", "unix:///nowhere"]
-    ended = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=20, check=False)
+    ended = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 2
     assert says in ended.stderr
     assert "Traceback" not in ended.stderr
@@ -399,12 +399,12 @@ def test_a_taken_port_and_a_missing_account_are_clear(folder):
     argv = [sys.executable, "-m", "gateway", "--store", "unix:///nowhere"]
     with socket.create_server(("127.0.0.1", 0)) as taken:
         arguments = written(folder, taken.getsockname()[1])
-        ended = subprocess.run([*argv, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=20, check=False)
+        ended = subprocess.run([*argv, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
         assert (ended.returncode, "gateway.port" in ended.stderr) == (2, True)
     if os.geteuid() == 0:
         for user, says in (("no-such-account", "no account"), ("root", "is root")):
             arguments = written(folder, free_port(), user=user)
-            ended = subprocess.run([*argv, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=20, check=False)
+            ended = subprocess.run([*argv, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
             assert (ended.returncode, says in ended.stderr) == (2, True)
 
 
@@ -412,12 +412,12 @@ async def test_a_process_that_has_given_root_up_sends_its_spans_and_waits_for_no
     """What the libraries load when they first send something was loaded before."""
     with collector() as found:
         arguments = written(folder, free_port(), top={"tracing": {"endpoint": found.url, "sample": 1.0}})
-        async with worker(arguments, store_url) as (process, url), httpx.AsyncClient(base_url=url, timeout=20) as http:
+        async with worker(arguments, store_url) as (process, url), httpx.AsyncClient(base_url=url, timeout=60) as http:
             assert (await http.post(CHAT, json={"model": "nobody-knows"})).status_code == 404
             await eventually(lambda: found.spans)
             assert found.spans[0].error == "model_not_found"
             process.send_signal(signal.SIGTERM)
-            assert await asyncio.wait_for(process.wait(), 20) == 0
+            assert await asyncio.wait_for(process.wait(), 60) == 0
 
 
 async def test_metrics_at_an_address_of_their_own(folder, store_url):

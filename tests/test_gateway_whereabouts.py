@@ -12,6 +12,8 @@ from conftest import eventually
 from fake_replica import ADMIN, FakeReplica, Fleet, replica_server, serving
 
 from gateway import whereabouts
+from gateway.__main__ import _find_itself as find_itself
+from gateway.settings import SettingsError
 from policies import reach
 from policies.reach import Way
 
@@ -67,3 +69,12 @@ def test_an_address_of_either_family_has_its_socket():
     for address, family in (("127.0.0.1", socket.AF_INET), ("::1", socket.AF_INET6)):
         with whereabouts.socket_for(Way(address, 1, far=True)) as made:
             assert made.family == family
+
+
+def test_a_gateway_that_cannot_tell_where_it_is_says_so_at_its_start(monkeypatch):
+    def hidden() -> str:
+        raise FileNotFoundError(2, "No such file or directory", "/proc/sys/kernel/random/boot_id")
+
+    monkeypatch.setattr(whereabouts, "here", hidden)
+    with pytest.raises(SettingsError, match=r"boot_id: No such file or directory; it must be readable for gateways"):
+        find_itself()

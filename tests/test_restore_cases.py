@@ -30,8 +30,6 @@ ELSEWHERE = {
     17: "files with the driver's version in their path: the driver must be the donor's, and a missing file is refused (15)",
     30: "no root file system is part of a snapshot; private folders are laid into an empty box, which goes if that fails (79)",
     36: "CPUs are compared by facts of our own before anything runs, whatever tool wrote the images: case 32",
-    59: "GPUs of another topology: needs two of them, see deploy/bench/gpu.py",
-    61: "pinned memory's speed: measured on a GPU, see docs/benchmarks.md",
     66: "no handles of device memory outlive a restore: weights are handed over anew each time",
     73: "nothing but weights is loaded anew: all else stays in the dump, and every weight has a fingerprint",
     80: "no container runtime's image format is in the way: CRIU's own files are the snapshot",

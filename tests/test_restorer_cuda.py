@@ -9,6 +9,7 @@ import os
 import shlex
 import subprocess
 import sys
+import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import pytest
 from conftest import eventually
 from processes import alive
 
+from restorer import pagecache
 from restorer.cuda import Cuda, command
 from restorer.cuda_driver import Bindings, Tool
 from restorer.cuda_helper import DriverError, Helper
@@ -247,11 +249,11 @@ def received(path: Path) -> bytes:
 
 async def test_weights_are_loaded_and_handed_on_by_descriptors(host: Host, tmp_path: Path) -> None:
     # More than fit into one message, so that messages must not run together.
-    files = [(tmp_path / f"part-{n}", 1000 + n) for n in range(150)]
+    files = [(tmp_path / f"part-{n}", 1000 + n) for n in range(70)]
     for n, (path, size) in enumerate(files):
         path.write_bytes(bytes([n]) * size)
     gate = host.fault("open", do="hang")
-    load = asyncio.create_task(host.cuda.load("x", "GPU-0", files, tmp_path / "w.sock", threads=4, within_s=10))
+    load = asyncio.create_task(host.cuda.load("x", "GPU-0", files, tmp_path / "w.sock", threads=4, within_s=90))
     await eventually((tmp_path / "w.sock").exists)
     # Whoever asks early waits until all is there.
     early = asyncio.create_task(asyncio.to_thread(received, tmp_path / "w.sock"))
@@ -264,6 +266,21 @@ async def test_weights_are_loaded_and_handed_on_by_descriptors(host: Host, tmp_p
     assert (await host.cuda.memory())["GPU-0"]["free"] == 8 << 30
     assert not (tmp_path / "w.sock").exists()
     await host.cuda.drop("x")
+
+
+async def test_what_memory_cannot_keep_is_read_past_the_page_cache(host: Host) -> None:
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        path, content = Path(folder) / "part", os.urandom((8 << 20) + 12345)
+        path.write_bytes(content)
+        pagecache.evict([path])
+        before, _ = pagecache.share([path])
+        load = await host.cuda.load("x", "GPU-0", [(path, len(content))], Path(folder) / "w", threads=2, direct=True, within_s=30)
+        after, _ = pagecache.share([path])
+        assert load["bytes"] == len(content)
+        assert await asyncio.to_thread(received, Path(folder) / "w") == content
+        if before == 0:  # a file system in memory keeps it whatever one says
+            assert after < len(content) // 2
+        await host.cuda.drop("x")
 
 
 async def test_a_load_that_fails_says_why_and_holds_nothing(host: Host, tmp_path: Path) -> None:

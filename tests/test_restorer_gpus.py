@@ -63,6 +63,20 @@ async def test_the_donors_gpu_is_preferred_and_another_will_do(gpus: Gpus) -> No
     assert (await gpus.lease("b", 1, need_bytes=1, wait_s=1, prefer=("GPU-1",))).indices == (0,)
 
 
+async def test_a_snapshot_goes_to_its_donors_model_of_gpu_alone(gpus: Gpus) -> None:
+    assert gpus.facts is not None
+    assert gpus.facts.gpus is not None
+    small, *alike = gpus.facts.gpus
+    gpus.facts = gpus.facts.model_copy(update={"gpus": (small.model_copy(update={"name": "Testium 2"}), *alike)})
+    for box, found in (("a", "GPU-2"), ("b", "GPU-1")):
+        assert (await gpus.lease(box, 1, need_bytes=1, wait_s=1, prefer=("GPU-2",))).uuids == (found,)
+    with pytest.raises(Environment, match="GPU 1: leased to b; GPU 2: leased to a"):
+        await gpus.lease("c", 1, need_bytes=1, wait_s=0.1, prefer=("GPU-2",))
+    with pytest.raises(Environment, match="3 GPUs of its donor's model are asked for, and this host has 2"):
+        await gpus.lease("c", 3, need_bytes=1, wait_s=0.1, prefer=("GPU-2",))
+    assert (await gpus.lease("c", 1, need_bytes=1, wait_s=1)).uuids == ("GPU-0",)
+
+
 async def test_a_living_process_waits_for_its_own_gpu_and_takes_no_other(gpus: Gpus) -> None:
     await gpus.lease("a", 1, need_bytes=1, wait_s=1, prefer=("GPU-1",))
     waiting = asyncio.create_task(gpus.lease("b", 1, need_bytes=1, wait_s=30, prefer=("GPU-1",), only=True))

@@ -156,6 +156,16 @@ async def test_an_overtaken_operation_does_not_clear_the_active_one(jobs: JobSto
     assert await store.get("rewake:active:m") == second.id
 
 
+async def test_the_lease_of_a_job_that_is_settled_is_not_missed(jobs: JobStore, store_server: str) -> None:
+    """Whoever settled it may have work left, which a lost lease would undo: the engine was just admitted."""
+    await scale_up(store_server)
+    claim = await claimed(jobs)
+    await jobs.settle(claim, DONE, record(claim))
+    assert await jobs.renew(claim, 10.0)
+    jobs.over(claim)
+    assert not await jobs.renew(claim, 10.0)
+
+
 async def test_a_job_ends_once(jobs: JobStore, store: Any, store_server: str) -> None:
     operation = await scale_up(store_server)
     claim = await claimed(jobs)

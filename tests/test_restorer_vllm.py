@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from policies.config import Model
+from policies.config import Engine, Model
 from policies.manifest import Allocation, WeightsPart
 from restorer import vllm
 from restorer.engines import Sglang, adapter
@@ -93,6 +93,36 @@ def test_restore_case_65_engines_on_several_gpus_share_no_memory_between_process
     assert settings["NCCL_NVLS_ENABLE"] == "0"
     assert settings["NCCL_P2P_DISABLE"] == "0", "the operator's own"
     assert "NCCL_NVLS_ENABLE" not in adapter("m", model(kind)).settings()
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_answers_that_depend_on_nothing_else_are_asked_for_in_each_engines_own_way(kind: str) -> None:
+    settings = model(kind)
+    engine = adapter("m", settings.model_copy(update={"engine": settings.engine.model_copy(update={"deterministic": True})}))
+    vllm = kind == "vllm"
+    assert (engine.settings().get("VLLM_BATCH_INVARIANT") == "1") is vllm
+    assert ("--enable-deterministic-inference" in engine.argv()) is not vllm
+    assert engine.settings() != adapter("m", settings).settings() or engine.argv() != adapter("m", settings).argv()
+
+
+def test_no_other_engine_is_said_to_be_deterministic() -> None:
+    with pytest.raises(ValueError, match="deterministic is known of vllm and sglang alone"):
+        Engine(kind="http", command=("/bin/engine",), deterministic=True)
+
+
+async def test_workers_on_several_gpus_part_when_they_sleep_and_join_before_anything_else() -> None:
+    engine, server = adapter("m", model(count=2)), Server(collective_rpc=workers({"rank": 0}, {"rank": 1}))
+    server.asleep = [True]
+    assert engine.settings()["VLLM_ALLREDUCE_USE_SYMM_MEM"] == "0"
+    async with server.client() as client:
+        await engine.sleep(client)
+        await engine.rejoin(client)
+        await adapter("m", model()).rejoin(client)
+    assert [body["method"] for path, body in server.asked if path == "/collective_rpc"] == [
+        "rewake_tidy",
+        "rewake_part",
+        "rewake_join",
+    ]
 
 
 def test_restore_case_68_no_engine_is_taken_for_tested_on_two_gpus() -> None:

@@ -99,6 +99,28 @@ def test_what_is_exported_comes_back(tmp_path: Path) -> None:
     assert b"".join(other.memory.blocks.values()) == b"abcdefghijklm"
 
 
+def test_vllms_hooks_for_checkpoints_are_called_where_it_has_them_and_undone_once() -> None:
+    called: list[str] = []
+
+    class Plain(inside.RewakeWeights):
+        pass
+
+    class Hooked(inside.RewakeWeights):
+        def checkpoint_prepare(self) -> None:
+            called.append("prepare")
+
+        def checkpoint_restore(self) -> None:
+            called.append("restore")
+
+    assert Plain().rewake_part() == {"rank": 0, "hook": False}
+    worker = Hooked()
+    assert worker.rewake_join() == {"rank": 0}, "it never parted"
+    assert worker.rewake_part() == {"rank": 0, "hook": True}
+    assert worker.rewake_join() == {"rank": 0, "hook": True}
+    assert worker.rewake_join() == {"rank": 0}
+    assert called == ["prepare", "restore"]
+
+
 def test_a_fault_is_an_answer_since_an_exception_would_end_the_engine(tmp_path: Path) -> None:
     worker = Worker(Memory(b"abcdefgh"))
     assert worker.rewake_tidy("{}") == {"error": "RuntimeError: CUDA error: out of memory"}

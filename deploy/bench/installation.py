@@ -19,8 +19,8 @@ import shapes
 import yaml
 from rich.console import Console
 
-ROOT = Path(__file__).resolve().parents[2]
-START_S, OPERATION_S, GONE_S = 60.0, 1800.0, 60.0
+ROOT = rates.ROOT
+START_S, GONE_S = 60.0, 60.0
 _PAIR = ("--disable-custom-all-reduce",)
 KV = {"7b": 1, "14b": 4}
 """Cache for the same context, against the first model's."""
@@ -36,6 +36,11 @@ class Refused(BenchError):
     """The gateway answered with an error."""
 
 
+def between(bench: Bench, *options: str) -> list[str]:
+    """argv of a GPU helper with something between it and the restorer; see helper.py."""
+    return [sys.executable, str(Path(__file__).with_name("helper.py")), *options, "--", *bench.helper]
+
+
 class Bench:
     """One installation, and what is asked of it."""
 
@@ -44,10 +49,16 @@ class Bench:
         self.work = Path(options.work)
         self.work.mkdir(parents=True, exist_ok=True)
         self.base = f"http://127.0.0.1:{options.port}"
-        self.run_dir = Path("/run/rewake-bench-gpu")
+        self.run_dir = Path(options.run_dir)
         self.names = {name: f"qwen2.5-{name}" for name in ("7b", "14b")}
         self.folders = {name: Path(folder) for name, folder in (pair.split("=", 1) for pair in options.model)}
         self.up: subprocess.Popen[bytes] | None = None
+        self._config = self.work / "rewake.yaml"
+
+    @property
+    def helper(self) -> list[str]:
+        """argv of the GPU helper."""
+        return list(self.options.gpu_helper) or [sys.executable, "-P", "-m", "restorer.cuda_helper"]
 
     # ---------------------------------------------------------------- the installation
 
@@ -56,7 +67,7 @@ class Bench:
         served, folder = self.names[name], self.folders.get(name)
         more = () if folder else ("--load-format=dummy",)
         folder = folder or shapes.write(served, self.work / "models" / served)
-        caches = self.work / "caches" / name
+        caches = self.work / "caches" / (f"{name}-pair" if gpu.get("count", 1) > 1 else name)
         return {
             "engine": {
                 "kind": "vllm",
@@ -83,24 +94,31 @@ class Bench:
             "on_no_snapshot": "reject",
             "on_restore_failure": "reject",
             "snapshot": {"create": "manual", "rehearse": self.options.rehearse},
-            "canary": {"max_tokens": 32},
+            "canary": {"max_tokens": self.options.canary_tokens},
         }
 
     def configuration(self, **changes: Any) -> dict[str, Any]:
-        """The whole file. ``changes``: to both models; ``restorer``: to that section, ``gpu``: to ``engine.gpu`` of both."""
-        restorer, gpu = changes.pop("restorer", {}), changes.pop("gpu", {})
+        """The whole file.
+
+        Args:
+            changes: to both models; but ``restorer``: to that section, ``gpu``: to ``engine.gpu`` of both, ``groups``: that
+                section, ``pair``: to the environment of the engine on two GPUs.
+        """
+        restorer, gpu, groups = (changes.pop(name, {}) for name in ("restorer", "gpu", "groups"))
+        pair = self.model("7b", "--tensor-parallel-size=2", *_PAIR, *self.options.pair_arg, count=2, untested=True)
+        pair["engine"]["env"] |= changes.pop("pair", {})
         models = {self.names[name]: {**self.model(name, **gpu), **changes} for name in self.names}
         models[f"{self.names['7b']}-cold"] = {**self.model("7b"), "on_no_snapshot": "cold"}
-        models[f"{self.names['7b']}-pair"] = self.model(
-            "7b", "--tensor-parallel-size=2", *_PAIR, *self.options.pair_arg, count=2, untested=True
-        )
+        models[f"{self.names['7b']}-pair"] = pair
         return {
+            "groups": groups,
             "state_dir": str(self.work / "state"),
             "run_dir": str(self.run_dir),
             "gateway": {"port": self.options.port},
             "restorer": {
                 **({"criu": self.options.criu} if self.options.criu else {}),
-                "network": "198.18.80.0/20",
+                "gpu_helper": self.options.gpu_helper,
+                "network": self.options.network,
                 "max_attempts": 1,
                 "failure_backoff_s": 0.5,
                 **restorer,
@@ -111,9 +129,7 @@ class Bench:
     @contextlib.contextmanager
     def installation(self, **changes: Any) -> Iterator[None]:
         """`rewake up`, until the block ends; then Ctrl-C, which leaves nothing behind."""
-        config = self.work / "rewake.yaml"
-        config.write_text(yaml.safe_dump(self.configuration(**changes), sort_keys=False))
-        argv = [sys.executable, str(ROOT / "rewake.py"), "up", "-c", str(config)]
+        argv = [sys.executable, str(ROOT / "rewake.py"), "up", "-c", str(self._write(changes))]
         with (self.work / "up.log").open("ab") as log:
             self.up = subprocess.Popen(argv, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
         try:
@@ -124,6 +140,25 @@ class Bench:
             if self.up.poll() is None:
                 self.up.send_signal(signal.SIGINT)
                 self.up.wait(180)
+
+    @contextlib.contextmanager
+    def changed(self, **changes: Any) -> Iterator[None]:
+        """The running installation with other settings, until the block ends."""
+        self._reload(changes)
+        try:
+            yield
+        finally:
+            self._reload({})
+
+    def _reload(self, changes: dict[str, Any]) -> None:
+        self._write(changes)
+        answer = httpx.post(f"{self.base}/admin/v1/reload", headers=self._authorization(), timeout=70)
+        if answer.status_code != httpx.codes.OK:
+            raise BenchError(f"POST /admin/v1/reload answered {answer.status_code}: {answer.text}")
+
+    def _write(self, changes: dict[str, Any]) -> Path:
+        self._config.write_text(yaml.safe_dump(self.configuration(**changes), sort_keys=False))
+        return self._config
 
     def wait(self, check: Callable[[], bool], seconds: float, what: str) -> None:
         """Poll until it is so."""
@@ -166,10 +201,10 @@ class Bench:
         if answer.status_code != httpx.codes.ACCEPTED:
             raise BenchError(f"POST {path} answered {answer.status_code}: {answer.text}")
         operation: dict[str, Any] = answer.json()
-        deadline = time.monotonic() + OPERATION_S
+        deadline = time.monotonic() + self.options.operation_s
         while operation["state"] == "running":
             if time.monotonic() > deadline:
-                raise BenchError(f"{path} did not end within {OPERATION_S:g} s")
+                raise BenchError(f"{path} did not end within {self.options.operation_s:g} s")
             operation = self.get(f"/admin/v1/operations/{operation['id']}?wait=20")
         if operation["state"] != "succeeded":
             raise BenchError(f"{path}: {operation['detail']}")
@@ -224,16 +259,19 @@ class Bench:
                 return list(replica["stages"])
         raise BenchError(f"no replica has the incarnation {incarnation} that answered")
 
-    def manifest(self, name: str, suffix: str = "") -> dict[str, Any]:
-        """The newest fitting snapshot's manifest; a snapshot is made when there is none."""
-        model = self.names[name] + suffix
+    def snapshot(self, model: str) -> str:
+        """Id of the newest snapshot of a model that fits; empty: there is none."""
         host = self.hosts()[0]
         if not host["capable"]:
             raise BenchError(f"no snapshots on this host: {host['capability']}")
         fitting = [one for one in host["snapshots"] if one["model"] == model and one["fits"]]
-        if fitting:
-            id = max(fitting, key=lambda one: one["created_ms"])["id"]
-        else:
+        return str(max(fitting, key=lambda one: one["created_ms"])["id"]) if fitting else ""
+
+    def manifest(self, name: str, suffix: str = "") -> dict[str, Any]:
+        """The newest fitting snapshot's manifest; a snapshot is made when there is none."""
+        model = self.names[name] + suffix
+        id = self.snapshot(model)
+        if not id:
             self.stop_all()
             console.print(f"{model}: starting a donor cold, capturing, rehearsing, publishing …")
             began = time.monotonic()

@@ -10,12 +10,12 @@ import mmap
 import os
 import platform
 import subprocess
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+ROOT = Path(__file__).resolve().parents[2]
 _BLOCK = 8 << 20
 _HOG = """
 import sys, torch
@@ -32,51 +32,59 @@ def compute_processes(fact: str = "used_memory") -> list[str]:
     return subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60).stdout.split("\n")[:-1]
 
 
-def engine_workers() -> list[int]:
-    """Processes of vLLM that compute."""
-    found = []
-    for entry in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):
-            if Path(f"/proc/{entry}/cmdline").read_bytes().startswith(b"VLLM::EngineCore"):
-                found.append(int(entry))
-    return found
-
-
-def host(root: Path) -> dict[str, Any]:
-    """Facts and rates of this host."""
-    facts = _helper(root, "facts")
+def host(helper: Sequence[str], fill_bytes: int) -> dict[str, Any]:
+    """Facts and rates of this host. ``helper``: argv of a GPU helper, ``fill_bytes``: memory to measure with."""
+    facts = ask(helper, {"op": "facts"})[0].result
     gpu = facts["gpus"][0]
     return {
         "gpu": gpu["name"],
         "gpus": len(facts["gpus"]),
         "driver": facts["driver"],
+        "topology": facts.get("topology"),
         "kernel": platform.release(),
         "cpus": os.cpu_count(),
-        "pcie_bytes_per_s": round(_helper(root, "bandwidth", gpu=gpu["uuid"])["bytes_per_s"]),
-        "fill_bytes_per_s": round(fill()),
+        "pcie_bytes_per_s": round(ask(helper, {"op": "bandwidth", "gpu": gpu["uuid"]})[0].result["bytes_per_s"]),
+        "fill_bytes_per_s": round(fill(fill_bytes)),
     }
 
 
-def _helper(root: Path, op: str, **more: Any) -> dict[str, Any]:
-    """One question to the product's GPU helper."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))}
-    argv = [sys.executable, "-P", "-m", "restorer.cuda_helper"]
+class Answer(NamedTuple):
+    """What a GPU helper answered to one request, and after how many seconds."""
+
+    result: dict[str, Any]
+    seconds: float
+
+
+def ask(helper: Sequence[str], *requests: dict[str, Any]) -> list[Answer]:
+    """Questions to one GPU helper that is started for them, one after another."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
+    answers = []
     # It ends with its stdin, answered or not.
-    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True) as process:
+    with subprocess.Popen(helper, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.write(json.dumps({"id": 1, "op": op, **more}) + "\n")
-        process.stdin.flush()
-        answer = json.loads(process.stdout.readline() or "{}")
+        for id, request in enumerate(requests):
+            begun = time.monotonic()
+            process.stdin.write(json.dumps({"id": id, **request}) + "\n")
+            process.stdin.flush()
+            answer = json.loads(process.stdout.readline() or "{}")
+            if "result" not in answer:
+                raise OSError(f"the GPU helper does not answer {request['op']}: {answer.get('error')}")
+            answers.append(Answer(dict(answer["result"]), time.monotonic() - begun))
         process.stdin.close()
-    if "result" not in answer:
-        raise OSError(f"the GPU helper does not answer {op}: {answer.get('error')}")
-    return dict(answer["result"])
+    return answers
 
 
-def fill() -> float:
+def bus_ids() -> dict[str, str]:
+    """UUID -> where on the PCI bus each GPU is."""
+    argv = ["nvidia-smi", "--query-gpu=uuid,pci.bus_id", "--format=csv,noheader"]
+    lines = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
+    return dict(line.split(", ", 1) for line in lines)
+
+
+def fill(size: int) -> float:
     """Bytes a second that all processors together put into fresh memory, in huge pages where there are any."""
-    size, workers = 2 << 30, min(16, os.cpu_count() or 1)
+    workers = min(16, os.cpu_count() or 1)
     with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
@@ -88,6 +96,17 @@ def fill() -> float:
         seconds = time.monotonic() - began
         del start
     return size / seconds
+
+
+def forget(paths: Iterable[Path]) -> None:
+    """Put files out of the page cache."""
+    os.sync()
+    for path in paths:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
 
 
 def read(path: Path) -> None:
@@ -119,11 +138,10 @@ def disk(paths: Sequence[Path], most: int = 6 << 30) -> float:
 
 
 @contextlib.contextmanager
-def hog(python: str, env: Sequence[str], leave_gib: int, gpu: str = "") -> Iterator[int]:
-    """A process that takes all memory of a GPU (default: the first) but a little; its pid."""
+def hog(python: str, env: Sequence[str], leave_gib: int, gpu: str) -> Iterator[int]:
+    """A process that takes all memory of a GPU but a little; its pid."""
     environment = {**os.environ, **dict(pair.split("=", 1) for pair in env)}
-    if gpu:
-        environment["CUDA_VISIBLE_DEVICES"] = gpu
+    environment["CUDA_VISIBLE_DEVICES"] = gpu
     argv = [python, "-c", _HOG, str(leave_gib << 30)]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as process:
         assert process.stdout is not None

@@ -52,7 +52,7 @@ def floors(stages: list[dict[str, Any]], found: dict[str, Any], host: dict[str, 
 
 def show(console: Console, result: dict[str, Any], name: str) -> None:
     """One model's restore by stage, and how it compares."""
-    found, host = result["models"].get(name), result["host"]
+    found, host = result.get("models", {}).get(name), result["host"]
     if not found or "stages" not in found:
         return
     seconds = found.get("restore_s", found["restores_s"][0])

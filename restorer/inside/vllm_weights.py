@@ -64,9 +64,25 @@ class RewakeWeights:
         """Let go of memory that nobody uses: it would be in the dump."""
         return self._rewake_answer(lambda _: self._rewake_memory().tidy(), asked)
 
+    def rewake_part(self, asked: str = "{}") -> dict[str, Any]:
+        """Have communicators let go of what no checkpoint can hold, by vLLM's own hooks, where it has them."""
+        return self._rewake_answer(lambda _: self._rewake_hook("checkpoint_prepare", parted=True), asked)
+
+    def rewake_join(self, asked: str = "{}") -> dict[str, Any]:
+        """Undo :meth:`rewake_part`, if it was done."""
+        wanted = getattr(self, "_rewake_parted", False)
+        return self._rewake_answer(lambda _: self._rewake_hook("checkpoint_restore", parted=False) if wanted else {}, asked)
+
     def rewake_import(self, asked: str) -> dict[str, Any]:
         """Fill the runs, from ``socket`` or from ``files`` ([path, bytes] each); answers with their fingerprints."""
         return self._rewake_answer(self._rewake_import, asked)
+
+    def _rewake_hook(self, name: str, parted: bool) -> dict[str, Any]:
+        hook = getattr(self, name, None)
+        if hook is not None:
+            hook()
+        self._rewake_parted = parted
+        return {"hook": hook is not None}
 
     def _rewake_memory(self) -> Any:
         return TorchMemory()
