@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How near restores come to what this host can do at all: ``make bench-restore``.
 
-Usage: restore.py [--gigabytes N] [--rounds N] [--cold N] [--only memory,mapped] [--clones 1,2,4] [--no-lazy]
+Usage: restore.py [--gigabytes N] [--rounds N] [--cold N] [--only memory,mapped] [--clones 1,2,4] [--no-lazy] [--prefetch HOW]
 
 A model with random weights is made on the spot and served by llama-server, once with its weights read into memory and once
 mapped. In each round, in turns: a cold start, a plain `criu restore`, one with lazy pages, and Rewake's restore, each from a
@@ -243,7 +243,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
         console.print(f"writing {gguf} …")
         random_gguf.write(gguf, Path(os.environ["REWAKE_MODEL"]), gigabytes=options.gigabytes)
     names = options.only.split(",")
-    models = {name: settings(name, gguf) for name in names}
+    models = {name: settings(name, gguf, restore={"prefetch": options.prefetch}) for name in names}
     cold = {f"{name}-cold": settings(name, gguf, on_no_snapshot="cold") for name in names}
     for model in cold.values():
         model["engine"] = {**model["engine"], "backend": "cold"}
@@ -291,6 +291,7 @@ def main() -> int:
     parser.add_argument("--cold", type=int, default=1, help="rounds with a cold start, the longest of all; default: 1")
     parser.add_argument("--only", default="memory,mapped")
     parser.add_argument("--clones", default="1,2,4")
+    parser.add_argument("--prefetch", choices=("auto", "on", "off"), default="auto", help="restore.prefetch; default: auto")
     parser.add_argument("--no-lazy", action="store_true", help="leave CRIU's lazy pages out")
     options = parser.parse_args()
     WORK.mkdir(parents=True, exist_ok=True)
