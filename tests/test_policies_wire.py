@@ -22,12 +22,13 @@ from policies.wire import (
     Keys,
     ModelLoad,
     Operation,
+    Replaced,
     SnapshotSummary,
     Waiting,
 )
 
 RECORDS: list[type[BaseModel]] = [Failure, GatewayReport, Held, Hint, HostReport, Job, ModelLoad, Operation, Replica]
-RECORDS += [SnapshotSummary, Waiting, Progress, Task]
+RECORDS += [Replaced, SnapshotSummary, Waiting, Progress, Task]
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 
 

@@ -229,7 +229,7 @@ async def test_end_terminates_a_stranger_and_kills_it_at_the_deadline(tmp_path: 
     for how, late in (("", False), ("deaf", True)):
         process = spawn(sys.executable, FAKE, str(journal), f"x{how}", how)
         await eventually(lambda how=how: journal.exists() and f"x{how} begins" in journal.read_text())
-        waiting = asyncio.create_task(end(process.pid))
+        waiting = asyncio.create_task(end(process.pid, within=0.5))
         assert await waiting is late
         process.wait(30)
     assert await end(process.pid, within=0.1) is False
