@@ -62,34 +62,21 @@ class _Stopped(Exception):
     """Nobody wants this load any more."""
 
 
-class _File:
+class _File(pagecache.Opened):
     """A file that is read through the page cache, or past it what is not there."""
-
-    def __init__(self, path: str, direct: bool) -> None:
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._fd = os.open(path, flags)
-        self._direct = -1
-        if direct:
-            # Some file systems, such as those in memory, know no other way than through the page cache.
-            with contextlib.suppress(OSError):
-                self._direct = os.open(path, flags | os.O_DIRECT)
-
-    def close(self) -> None:
-        for fd in {self._fd, self._direct} - {-1}:
-            os.close(fd)
 
     def read(self, view: memoryview, count: int, at: int) -> None:
         """Fill the first ``count`` bytes of a page-aligned buffer. Raises OSError when the file ends before."""
         done = 0
-        if self._direct >= 0 and pagecache.resident(self._fd, count, at) < count // 2:
+        if self.past(count, at):
             # Whole blocks alone, so that the file's last piece is asked for with some bytes that are not there; what comes short
             # or is refused (EINVAL: larger blocks, EFAULT: memory of the driver's) is read the other way.
             with contextlib.suppress(OSError):
-                done = min(count, os.preadv(self._direct, [view[: -(-count // _PAGE) * _PAGE]], at))
+                done = min(count, os.preadv(self.direct, [view[: -(-count // _PAGE) * _PAGE]], at))
         while done < count:
-            more = os.preadv(self._fd, [view[done:count]], at + done)
+            more = os.preadv(self.fd, [view[done:count]], at + done)
             if more == 0:
-                raise OSError(f"{Path(f'/proc/self/fd/{self._fd}').readlink()} is shorter than its manifest says")
+                raise OSError(f"{Path(f'/proc/self/fd/{self.fd}').readlink()} is shorter than its manifest says")
             done += more
 
 
@@ -152,7 +139,7 @@ class _Load:
         work: queue.SimpleQueue[tuple[_File, Any, int, int]] = queue.SimpleQueue()
         with contextlib.ExitStack() as opened:
             for (path, count), block in zip(self._files, blocks, strict=True):
-                file = _File(path, self._direct)
+                file = _File(path, direct=self._direct)
                 opened.callback(file.close)
                 for at in range(0, count, CHUNK):
                     work.put((file, block, at, min(CHUNK, count - at)))

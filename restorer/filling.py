@@ -9,7 +9,6 @@ of engines and boxes.
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import ctypes
 import errno
 import itertools
@@ -169,21 +168,14 @@ class _Source:
 
     def __init__(self, path: Path, *, direct: bool) -> None:
         self._path = path
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
-            self._fd = os.open(path, flags)
+            self._file = pagecache.Opened(path, direct=direct)
         except OSError as error:
             raise SnapshotError(f"{path} cannot be opened: {error.strerror}; verify the snapshot") from None
-        self._size = os.fstat(self._fd).st_size
-        self._direct = -1
-        if direct:
-            # Some file systems, such as those in memory, know no other way than through the page cache.
-            with contextlib.suppress(OSError):
-                self._direct = os.open(path, flags | os.O_DIRECT)
+        self._size = os.fstat(self._file.fd).st_size
 
     def close(self) -> None:
-        for fd in {self._fd, self._direct} - {-1}:
-            os.close(fd)
+        self._file.close()
 
     def batch(self, pid: int, runs: list[Run]) -> _Batch:
         """Raises SnapshotError when they are not in the file."""
@@ -194,19 +186,18 @@ class _Source:
 
     def read(self, batch: _Batch, buffer: mmap.mmap) -> None:
         """Fill the beginning of a buffer with a batch's span. Raises SnapshotError when the file ends before."""
-        fd, done = self._fd, 0
-        if self._direct >= 0 and pagecache.resident(self._fd, batch.span, batch.start) < batch.span // 2:
-            fd = self._direct
+        cached, done = self._file.fd, 0
+        fd = self._file.direct if self._file.past(batch.span, batch.start) else cached
         with memoryview(buffer) as view:
             while done < batch.span:
                 with view[done : batch.span] as rest:
                     try:
                         count = os.preadv(fd, [rest], batch.start + done)
                     except OSError as error:
-                        if fd == self._fd or error.errno != errno.EINVAL:
+                        if fd == cached or error.errno != errno.EINVAL:
                             raise SnapshotError(f"{self._path} cannot be read: {error.strerror}; see dmesg") from None
                         # Its blocks are larger than a page.
-                        fd = self._fd
+                        fd = cached
                         continue
                 if count == 0:
                     raise SnapshotError(f"{self._path} is shorter than its plan says; verify the snapshot")

@@ -5,6 +5,7 @@ Takes no memory to speak of, however large the files are.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -30,6 +31,32 @@ class _Range(ctypes.Structure):
 
 class _Found(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_uint64) for name in ("cache", "dirty", "writeback", "evicted", "recently_evicted"))
+
+
+class Opened:
+    """A file that can be read through the page cache, and past it where its file system knows how.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+
+    def __init__(self, path: str | Path, *, direct: bool) -> None:
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+        self.fd = os.open(path, flags)
+        self.direct = -1
+        """Another descriptor, which reads past the page cache; -1: there is none."""
+        if direct:
+            # Some file systems, such as those in memory, know no other way than through the page cache.
+            with contextlib.suppress(OSError):
+                self.direct = os.open(path, flags | os.O_DIRECT)
+
+    def close(self) -> None:
+        for fd in {self.fd, self.direct} - {-1}:
+            os.close(fd)
+
+    def past(self, size: int, offset: int) -> bool:
+        """These bytes are better read past the page cache: it can be done, and less than half of them are there."""
+        return self.direct >= 0 and resident(self.fd, size, offset) < size // 2
 
 
 def evict(paths: Iterable[Path]) -> None:

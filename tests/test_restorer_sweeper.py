@@ -26,16 +26,6 @@ GRACE = RemoteRetention(grace_s=3600)
 
 
 @pytest.fixture
-def here(tmp_path: Path) -> Place:
-    return Place(tmp_path / "here")
-
-
-@pytest.fixture
-def there(tmp_path: Path) -> Place:
-    return Place(tmp_path / "there")
-
-
-@pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "remote").mkdir()
     return tmp_path / "remote"

@@ -28,16 +28,6 @@ from restorer.errors import Environment, InUse, RemoteFailed, SnapshotError
 from restorer.partial import PREFIX, Busy, Partial
 
 
-@pytest.fixture
-def here(tmp_path: Path) -> Place:
-    return Place(tmp_path / "here")
-
-
-@pytest.fixture
-def there(tmp_path: Path) -> Place:
-    return Place(tmp_path / "there")
-
-
 def same(one: Place, other: Place, manifest: Manifest) -> None:
     """The other has it whole, as sparse as it was."""
     assert other.snapshots.load(manifest.id) == manifest
