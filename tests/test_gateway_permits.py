@@ -333,14 +333,16 @@ async def _settled(url: str, total: int, wants: list[int], chance: random.Random
     client, store = redis_asyncio.from_url(url, decode_responses=True), Store(url, "rewake")
     try:
         await client.flushall()
-        number, order = 0, list(range(len(wants)))
-        for _ in range(5):
+        number, order, held, before = 0, list(range(len(wants))), {}, None
+        while held != before:  # a fixed point: everybody was asked, and nothing moved
+            assert number < 20 * len(wants), (before, held)
+            before = held
             chance.shuffle(order)
             for n in order:
                 number += 1
                 wish = Wish("replica:i", total, 0, wants[n], 0)
                 await store.lend(f"g{n}", number, [wish], spare=True, leave=False)
-        held = await noted(client)
+            held = await noted(client)
     finally:
         await store.close()
         await client.aclose()
