@@ -80,7 +80,7 @@ SIGNATURES: tuple[Signature, ...] = (
 """What is written, whose fault it is, what to do. The first row that fits a line decides."""
 
 _REMEDIES: dict[Class, str] = {
-    "host": "restore on a host that fits; `rewake snapshot ls` names every mismatch",
+    "host": "restore on a host that fits; `rewake snapshot explain MODEL` names every mismatch, and hosts that would do",
     "snapshot": f"remove the snapshot, and {_CREATE}",
     "transient": "it is tried again by itself; if it goes on so, the engine's own log says why",
     "tool": "see the tool's last lines in the restorer's log; `rewake doctor` checks what this host lacks",

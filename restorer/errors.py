@@ -18,13 +18,16 @@ class RestorerError(Exception):
     kind: ClassVar[Class]
     certain: ClassVar[bool] = False
     """Of a snapshot's fault: once is proof."""
+    remedy: ClassVar[str] = ""
+    """Where it is another than that of its kind."""
     log: str = ""
     """What the tool or the engine behind it has written."""
 
     @property
     def verdict(self) -> Verdict:
         """Whose fault it is, after a look at what was written."""
-        return classify(self.kind, str(self), self.log, certain=self.certain)
+        found = classify(self.kind, str(self), self.log, certain=self.certain)
+        return found.model_copy(update={"remedy": self.remedy}) if self.remedy else found
 
     @property
     def brief(self) -> str:
@@ -46,6 +49,7 @@ class NotNamed(RestorerError):
     """The model's settings do not let it run on this host."""
 
     kind = "host"
+    remedy = "name a host in models.MODEL.engine.hosts that has a restorer, or start one on a host that is named there"
 
 
 class SnapshotError(RestorerError):
