@@ -55,6 +55,8 @@ class Cuda:
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._process: asyncio.subprocess.Process | None = None
+        self._hung: asyncio.subprocess.Process | None = None
+        """The one that was killed for its silence."""
         self._reader: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
 
@@ -184,9 +186,13 @@ class Cuda:
         rc = await process.wait()
         for waiting in self._waiting.values():
             if not waiting.done():
-                waiting.set_exception(ToolFailed(TOOL, rc, "it ended in the midst of its work; it is started again"))
+                if process is self._hung:
+                    waiting.set_exception(ToolHung("the GPU helper did not answer to another call, and was killed"))
+                else:
+                    waiting.set_exception(ToolFailed(TOOL, rc, "it ended in the midst of its work; it is started again"))
 
     async def _end(self, process: asyncio.subprocess.Process) -> None:
+        self._hung = process
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         await process.wait()

@@ -5,11 +5,12 @@ The ``kind`` of an error, and what a tool has written, decide what becomes of a 
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from typing import ClassVar
 
 from policies.compat import Mismatch
-from policies.failures import Class, Verdict, classify
+from policies.failures import KILLED, Class, Verdict, classify
 
 
 class RestorerError(Exception):
@@ -76,11 +77,18 @@ class ToolFailed(RestorerError):
 
     def __init__(self, tool: str, rc: int, tail: str) -> None:
         self.tool, self.rc, self.log = tool, rc, tail
-        super().__init__(f"{tool} failed with status {rc}: {tail.strip() or 'it said nothing'}")
+        super().__init__(f"{self.brief}: {tail.strip() or 'it said nothing'}")
 
     @property
     def brief(self) -> str:
+        if self.rc < 0:
+            return f"{self.tool} was ended by signal {-self.rc} ({signal.strsignal(-self.rc)})"
         return f"{self.tool} failed with status {self.rc}"
+
+    @property
+    def verdict(self) -> Verdict:
+        # Whatever it has written before, that is not why.
+        return Verdict(cls=self.kind, evidence=self.brief, remedy=KILLED) if self.rc == -signal.SIGKILL else super().verdict
 
 
 class ToolHung(RestorerError):

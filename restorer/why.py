@@ -94,10 +94,11 @@ def _attempt(one: Try) -> Iterator[str]:
         yield f"to mend it: {one.remedy}"
     if one.fault:
         yield f"whose fault: {_FAULTS.get(one.fault, one.fault)}"
-    more = [line for line in one.said.splitlines() if line.strip() and line.strip() not in one.quote]
-    if more:
+    said = [line for line in one.said.splitlines() if line.strip() and line.strip() not in one.quote]
+    # What only says once more what is quoted above is not worth its lines.
+    if any(not line.endswith(one.quote) for line in said):
         yield "all that was said:"
-        yield from (f"    {line}" for line in more[:20])
+        yield from (f"    {line}" for line in said[:20])
     yield f"every step: rewake journal {one.id}" + (f"; its log: rewake logs '{one.replica}'" if one.logged else "")
 
 
