@@ -424,7 +424,8 @@ def test_a_token_of_somebody_else_says_who_may_read_it(place: Place) -> None:
     opened_up(place.folder)
     place.config.chmod(0o644)
     (place.run_dir / "admin-token").chmod(0o600)
-    code = f"import os, sys; sys.path.insert(0, {str(ROOT)!r}); import rewake; os.setgid(65534); os.setuid(65534); "
+    code = f"import os, sys; sys.path.insert(0, {str(ROOT)!r}); import rewake, restorer.replica_commands; "
+    code += "os.setgid(65534); os.setuid(65534); "
     code += f"sys.exit(rewake.main(['ps', '-c', {str(place.config)!r}]))"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert ran.returncode == 1
@@ -631,6 +632,60 @@ def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     monkeypatch.setattr(rewake.metadata, "version", lambda _: "1.2.3")
     assert rewake.main(["--version"]) == 0
     assert capsys.readouterr().out == "rewake 1.2.3\n"
+
+
+def test_version_of_what_is_not_installed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def version(_: str) -> str:
+        raise rewake.metadata.PackageNotFoundError
+
+    monkeypatch.setattr(rewake.metadata, "version", version)
+    assert rewake.main(["--version"]) == 1
+    assert "pip install it" in capsys.readouterr().err
+
+
+_HEAVY = ("aiohttp", "asyncio", "blake3", "cryptography", "httpx", "msgspec", "obstore", "opentelemetry", "prometheus_client")
+_HEAVY += ("pydantic", "redis", "rich", "uvloop")
+_CLIENT = {"httpx", "pydantic", "rich"}
+"""What a command needs that asks the gateway and shows what it says."""
+
+
+@pytest.mark.parametrize(
+    ("words", "needed", "most"),
+    [
+        ("--version", set(), 300),
+        ("ps", _CLIENT, 650),
+        ("why m", _CLIENT, 650),
+        ("top", _CLIENT, 650),
+        ("logs nothing", _CLIENT, 650),
+        ("scale m 1", _CLIENT, 650),
+        ("drain m#0", _CLIENT, 650),
+        ("reload", _CLIENT, 650),
+        ("snapshot ls", _CLIENT | {"asyncio", "blake3", "cryptography", "msgspec"}, 800),
+    ],
+)
+def test_a_command_imports_what_it_needs_and_no_more(place: Place, words: str, needed: set[str], most: int) -> None:
+    """Counted, since a clock says more of the machine. All of them together take a second, which each command took once."""
+    (place.run_dir / "admin-token").unlink()
+    code = "import rewake, sys; rewake.main(sys.argv[1:]); "
+    code += f"print(len(sys.modules), *(one for one in {_HEAVY} if one in sys.modules))"
+    at = [] if words.startswith("-") else ["-c", str(place.config)]
+    argv = [sys.executable, "-c", code, *words.split(), *at]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    count, *heavy = done.stdout.splitlines()[-1].split()
+    assert set(heavy) <= needed, done.stdout + done.stderr
+    assert int(count) <= most
+
+
+def test_every_command_is_found_where_the_table_says(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also one that is misspelt: the nearest is named, without importing any."""
+    assert rewake.main(["--help"]) == 0
+    assert rewake.main(["snapshot", "--help"]) == 0
+    for table, before in ((rewake._COMMANDS, []), (rewake._SNAPSHOT, ["snapshot"])):
+        for name in table:
+            assert rewake.main([*before, name, "--help"]) == 0
+    capsys.readouterr()
+    assert rewake.main(["drian", "m#0"]) == 2
+    assert "Did you mean 'drain'" in capsys.readouterr().err
 
 
 async def test_logs_follows_until_it_is_interrupted(place: Place) -> None:
