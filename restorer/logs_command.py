@@ -1,4 +1,5 @@
-"""``rewake logs``: the engine's log of a replica of this host, which is a file while it runs and after it has ended."""
+"""``rewake logs``: the engine's log of a replica, which is a file while it runs and after it has ended; on another host, its
+restorer is asked for it."""
 
 from __future__ import annotations
 
@@ -13,22 +14,35 @@ from typing import Annotated
 import typer
 
 from policies.config import Config
+from policies.tasks import MAX_LOG_LINES
 from restorer.commands import ConfigFile
 from restorer.operator import Admin, Failed, load
 from restorer.remains import ENGINE_LOG, Remains
 
-_FOLLOW_S = 0.25
+_FOLLOW_S, _AFAR_S = 0.25, 1.0
+_TASK_S = 30.0
+"""For another host's restorer to answer."""
 _SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
+
+Lines = Annotated[
+    int, typer.Option("--lines", "-n", min=0, help=f"How many of the last lines; from another host {MAX_LOG_LINES} at most.")
+]
 
 
 def logs(
     replica: str,
     config: ConfigFile = None,
-    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="How many of the last lines.")] = 50,
+    lines: Annotated[
+        int, typer.Option("--lines", "-n", min=0, help=f"How many of the last lines; of another host's, {MAX_LOG_LINES} at most.")
+    ] = 50,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until Ctrl-C.")] = False,
 ) -> None:
-    """Print the end of the engine's log of one REPLICA (model#slot, or an incarnation); of the last that ended it is kept."""
-    path = _log(load(config)[1], replica)
+    """Print the end of the engine's log of one REPLICA (model#slot, or an incarnation), whatever host it is on; of the last that
+    ended it is kept."""
+    parsed = load(config)[1]
+    path = _here(parsed, replica)
+    if path is None:
+        return _from_its_host(parsed, replica, lines, follow)
     try:
         # The engine can write to that folder: a link in it could lead anywhere.
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
@@ -40,10 +54,11 @@ def logs(
     except OSError as error:
         raise Failed(f"{path}: {error.strerror}; a log is on the replica's host, for its user") from None
     sys.stdout.flush()
+    return None
 
 
-def _log(config: Config, replica: str) -> Path:
-    """Where the log of a replica is, running or ended."""
+def _here(config: Config, replica: str) -> Path | None:
+    """Where the log of a replica is, running or ended; None: not on this host."""
     state_dir, incarnation = Path(config.state_dir), replica
     if not (_SAFE.fullmatch(replica) and (state_dir / "boxes" / replica).is_dir()):
         ended = Remains(state_dir / "ended").find(replica)
@@ -60,6 +75,20 @@ def _log(config: Config, replica: str) -> Path:
     if _SAFE.fullmatch(incarnation) and running.parent.is_dir():
         return running
     ended = Remains(state_dir / "ended").find(incarnation or replica) or Remains(state_dir / "ended").find(replica)
-    if ended is None:
-        raise Failed(f"{replica} does not run, and no log of it is kept here; a log is on the replica's host")
-    return ended.log()
+    return None if ended is None else ended.log()
+
+
+def _from_its_host(config: Config, replica: str, lines: int, follow: bool) -> None:
+    """The same from the restorer of another host, by the gateway."""
+    with Admin(config) as admin:
+        host = str(admin.replica(replica)["host"])
+        if not host:
+            raise Failed(f"no host has started {replica}, so there is no log of it; `rewake why '{replica}'` may know more")
+        asked: dict[str, object] = {"kind": "log", "replica": replica, "host": host, "lines": min(lines, MAX_LOG_LINES)}
+        while True:
+            found = admin.task(asked, within=_TASK_S)
+            print(found["text"], end="", flush=True)
+            if not follow or not found["running"]:
+                return
+            asked = {"kind": "log", "replica": replica, "host": host, "offset": found["offset"]}
+            time.sleep(_AFAR_S)

@@ -15,10 +15,10 @@ from typing import Annotated, NoReturn
 import typer
 
 from policies.config import Config
-from restorer import doctor, rundir
+from restorer import doctor, modules, rundir
 from restorer.commands import ConfigFile
 from restorer.operator import USAGE, Failed, load
-from restorer.up import Up, command, environment
+from restorer.up import Up, command
 
 Worker = Annotated[int, typer.Option(min=0, help="Number of this worker; workers share one port.")]
 
@@ -62,4 +62,4 @@ def _store_url(path: Path, config: Config) -> str:
 
 def _become(argv: Sequence[str]) -> NoReturn:
     sys.stdout.flush()
-    os.execve(argv[0], list(argv), environment())
+    os.execve(argv[0], list(argv), modules.environment())

@@ -25,7 +25,7 @@ from policies.manifest import Exchange, HostFacts, Manifest, MappedFile, Profile
 from policies.replica import Replica, State
 from policies.verdicts import Note
 from policies.wire import Operation, OperationState
-from restorer import operator, rundir
+from restorer import logs_command, operator, rundir
 from restorer.snapshots import SnapshotStore
 from restorer.stamps import Stamps
 
@@ -44,11 +44,15 @@ class AdminApi:
         self.ended: dict[str, Any] = {}
         self.refusal: web.Response | None = None
         self.waits: list[float] = []
+        self.tasks: list[dict[str, Any]] = []
+        """What a task is, each time that somebody looks."""
 
     def application(self) -> web.Application:
         app = web.Application(middlewares=[self._authorized])
         app.router.add_get("/admin/v1/replicas", self._replicas)
         app.router.add_get("/admin/v1/operations/{id}", self._operation)
+        app.router.add_post("/admin/v1/tasks", self._begin_task)
+        app.router.add_get("/admin/v1/tasks/{id}", self._task)
         for verb in ("scale-up", "scale-down", "drain", "snapshots"):
             app.router.add_post(f"/admin/v1/{verb}", self._begin)
         return app
@@ -65,6 +69,13 @@ class AdminApi:
     async def _begin(self, request: web.Request) -> web.Response:
         self.calls.append((request.path.rpartition("/")[2], await request.json()))
         return self._answer(202)
+
+    async def _begin_task(self, request: web.Request) -> web.Response:
+        self.calls.append(("tasks", await request.json()))
+        return await self._task(request)
+
+    async def _task(self, request: web.Request) -> web.Response:
+        return web.json_response({"id": "t1", "detail": "", **self.tasks.pop(0)})
 
     async def _operation(self, request: web.Request) -> web.Response:
         assert request.match_info["id"] == "op-1"
@@ -448,10 +459,37 @@ async def test_logs_prints_the_end_of_the_incarnations_log(place: Place, api: Ad
     assert await place.call("logs", "m#1") == (
         1,
         "",
-        "rewake: m#1 does not run, and no log of it is kept here; a log is on the replica's host\n",
+        "rewake: no host has started m#1, so there is no log of it; `rewake why 'm#1'` may know more\n",
     )
     path.unlink()
     assert "engine.log: No such file or directory" in (await place.call("logs", "m#0"))[2]
+
+
+async def test_logs_of_another_hosts_replica_come_from_its_restorer(place: Place, api: AdminApi) -> None:
+    api.replicas = [replica(0, State.ADMITTED, incarnation="i0", host="far")]
+    part = {"offset": 7, "running": True, "incarnation": "i0"}
+    api.tasks = [
+        {"state": "running"},
+        {"state": "succeeded", "result": {**part, "text": "one\ntwo\n"}},
+        {"state": "succeeded", "result": {**part, "text": "three\n", "running": False}},
+    ]
+    assert await place.call("logs", "m#0", "-n", "2", "--follow") == (0, "one\ntwo\nthree\n", "")
+    asked = [body for verb, body in api.calls if verb == "tasks"]
+    common = {"kind": "log", "replica": "m#0", "host": "far"}
+    assert asked == [{**common, "lines": 2}, {**common, "offset": 7}]
+    api.tasks = [{"state": "failed", "detail": "m#0 has no log on far"}]
+    assert await place.call("logs", "m#0") == (1, "", "rewake: m#0 has no log on far\n")
+
+
+async def test_a_host_that_does_not_answer_is_not_waited_for_without_end(
+    place: Place, api: AdminApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs_command, "_TASK_S", 0.0)
+    api.replicas = [replica(0, State.ADMITTED, incarnation="i0", host="far")]
+    api.tasks = [{"state": "running"}] * 100
+    code, out, err = await place.call("logs", "m#0")
+    assert (code, out) == (1, "")
+    assert "the restorer on far has not answered within 0 s" in err
 
 
 def test_logs_of_an_incarnation_need_no_gateway_and_follow_no_link(place: Place) -> None:
