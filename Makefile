@@ -15,6 +15,8 @@ DATA_PATH := access affinity cut edits envelope epilogue eta fastpath hold intak
     tracing usage wire
 VENV := .venv
 BIN := $(VENV)/bin
+# Each editable install is warned of by a screenful that nobody can do anything about.
+EDITABLE := PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --editable
 
 export REWAKE_CRIU := $(abspath $(TOOLS)/bin/criu)
 export REWAKE_RUNC := $(abspath $(TOOLS)/bin/runc)
@@ -42,11 +44,11 @@ $(VENV)/.made: | system
 
 # What the demo needs, which is little; the tests' needs are many.
 $(VENV)/.runtime: pyproject.toml | $(VENV)/.made
-	$(BIN)/python -m pip install --quiet --editable '.[demo]'
+	$(EDITABLE) '.[demo]'
 	touch $@
 
 $(VENV)/.installed: pyproject.toml | $(VENV)/.made
-	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	$(EDITABLE) '.[test]'
 	touch $(VENV)/.runtime $@
 
 runtime: $(VENV)/.runtime
@@ -86,7 +88,7 @@ clients: | system
 
 # ENGINE_PYTHON is the Python that has vLLM; BENCH_ARGS: see deploy/bench/gpu.py --help.
 bench-gpu: install criu  ## Measure on this host's NVIDIA GPU: cold starts, restores, swaps, faults.
-	$(BIN)/python -m pip install --quiet --editable '.[test,gpu]'
+	$(EDITABLE) '.[test,gpu]'
 	@$(BIN)/python deploy/bench/gpu.py --python $(ENGINE_PYTHON) $(BENCH_ARGS)
 
 test: install criu runc llama-server model clients chromium prometheus  ## All tests, with the real CRIU, a real engine and real client libraries.
@@ -142,7 +144,7 @@ reference: install  ## Write docs/reference out of the code.
 	@$(BIN)/python -m deploy.site.reference
 
 docs: reference  ## The documentation as a site, in build/site.
-	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	$(EDITABLE) '.[docs]'
 	$(BIN)/mkdocs build --strict --quiet
 
 crash-matrix: install criu  ## Break each step of a capture and of a restore in each way, and look what is left.

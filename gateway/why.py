@@ -9,7 +9,7 @@ from gateway.exchange import Call, Reply, reply
 from gateway.registry import Registry
 from gateway.routes import shown
 from gateway.store import Store
-from policies import story
+from policies import placement, story
 
 
 class Why:
@@ -34,14 +34,17 @@ class Why:
         model = record.model if record is not None else self._current.config.resolve(name)
         if model is None:
             raise NotFound(f"There is no model and no replica {shown(name)!r}.")
+        hosts = await self._store.hosts()
+        settings = self._current.config.models.get(model)
         told = story.tell(
             model,
             self._registry.state(model),
             replicas,
             self._registry.standing(model),
             await self._store.trails(),
-            await self._store.hosts(),
+            hosts,
             replica="" if record is None else record.id,
             barred={one.id: why for one in replicas if (why := whereabouts.barred(one))},
+            lacking={} if settings is None else placement.lacking(model, settings, hosts),
         )
         return reply(told)

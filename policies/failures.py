@@ -38,6 +38,7 @@ _FILE = f"a file that the engine uses is not the donor's: bring that version bac
 _CPU = "this CPU lacks what the donor's has: restore on a host of the donor's kind"
 _KERNEL = "kernel or CRIU differ from the donor's: use the donor's versions"
 _IMAGE = f"an image is short or damaged: remove the snapshot, and {_CREATE}"
+KILLED = "see `dmesg`: most likely the kernel ended it for want of memory; free memory, or run fewer replicas"
 _GPU = "its GPU state comes back broken each time: remove the snapshot and make a new one"
 _GPU_FULL = "the GPU's memory is too small for this engine as it is told to run, or something else has it: see nvidia-smi"
 
@@ -80,10 +81,10 @@ SIGNATURES: tuple[Signature, ...] = (
 """What is written, whose fault it is, what to do. The first row that fits a line decides."""
 
 _REMEDIES: dict[Class, str] = {
-    "host": "restore on a host that fits; `rewake snapshot ls` names every mismatch",
-    "snapshot": f"remove the snapshot, and {_CREATE}",
+    "host": "restore on a host that fits; `rewake snapshot explain MODEL` names every mismatch, and hosts that would do",
+    "snapshot": f"{_CREATE}, and remove this one: `rewake snapshot rm ID`",
     "transient": "it is tried again by itself; if it goes on so, the engine's own log says why",
-    "tool": "see the tool's last lines in the restorer's log; `rewake doctor` checks what this host lacks",
+    "tool": "see all that it said, below and in the restorer's log; `rewake doctor` checks what this host lacks",
     "environment": "mend what is named; `rewake doctor` checks what this host lacks",
     "cancelled": "nothing to mend",
 }

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -126,12 +126,15 @@ def others(
     return [report.host for report in able if tier(name, model, report) <= worst]
 
 
-def nobody(name: str, model: Model, reports: Sequence[HostReport], kind: JobKind = JobKind.START) -> str:
-    """What each host lacks, in one line; empty if one of them lacks nothing."""
-    found = {report.host: lacks(name, model, report, kind) for report in reports}
-    if not all(found.values()):
-        return ""
-    return "; ".join(f"{host}: {', '.join(why)}" for host, why in sorted(found.items()))
+def lacking(name: str, model: Model, reports: Iterable[HostReport], kind: JobKind = JobKind.START) -> dict[str, str]:
+    """What each host lacks; empty if one of them lacks nothing."""
+    found = {report.host: ", ".join(lacks(name, model, report, kind)) for report in reports}
+    return dict(sorted(found.items())) if all(found.values()) else {}
+
+
+def nobody(name: str, model: Model, reports: Iterable[HostReport], kind: JobKind = JobKind.START) -> str:
+    """The same in one line."""
+    return "; ".join(f"{host}: {why}" for host, why in lacking(name, model, reports, kind).items())
 
 
 def _has(name: str, report: HostReport) -> bool:

@@ -44,6 +44,8 @@ class Try(_Record):
     remedy: str
     said: str
     """All that was said."""
+    logged: bool = False
+    """It came as far as an engine, so there may be a log of it."""
 
 
 class Unfit(_Record):
@@ -69,6 +71,10 @@ class Story(_Record):
     tries: tuple[Try, ...]
     """The latest first."""
     unfit: tuple[Unfit, ...]
+    hosts: tuple[str, ...]
+    """Those whose restorers report; none: nothing can be started."""
+    lacking: dict[str, str]
+    """What each of them lacks to start it; empty: one of them can."""
 
 
 def tell(
@@ -81,6 +87,7 @@ def tell(
     *,
     replica: str = "",
     barred: Mapping[str, str] = MappingProxyType({}),
+    lacking: Mapping[str, str] = MappingProxyType({}),
 ) -> Story:
     """Put it together.
 
@@ -89,6 +96,7 @@ def tell(
         trails: of any model, the latest first.
         replica: a slot; tells of it alone.
         barred: slots that whoever tells this cannot reach, and why.
+        lacking: what each host lacks to start the model, if none can.
     """
     mine = [one for one in replicas if one.model == model and replica in ("", one.id)]
     wrong = [one for one in trails if one.model == model and replica in ("", one.replica) and _went_wrong(one)]
@@ -109,6 +117,8 @@ def tell(
             for one in host.snapshots
             if one.model == model and not one.fits
         ),
+        hosts=tuple(sorted(host.host for host in hosts)),
+        lacking=dict(lacking),
     )
 
 
@@ -133,4 +143,5 @@ def _try(trail: Trail) -> Try:
         quote=verdict.evidence if verdict is not None else said.split("\n", 1)[0],
         remedy="" if verdict is None else verdict.remedy.replace("MODEL", trail.model),
         said=said,
+        logged=bool(trail.steps),
     )

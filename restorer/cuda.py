@@ -11,8 +11,6 @@ import contextlib
 import itertools
 import json
 import logging
-import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from policies.manifest import GpuFacts
+from restorer import modules
 from restorer.errors import Environment, RestorerError, ToolFailed, ToolHung
 
 log = logging.getLogger("rewake.restorer")
@@ -39,7 +38,7 @@ _HELPLESS = frozenset(
 
 def command(configured: Sequence[str]) -> tuple[str, ...]:
     """argv of the helper."""
-    return tuple(configured) or (sys.executable, "-P", "-m", "restorer.cuda_helper")
+    return tuple(configured) or modules.command("restorer.cuda_helper")
 
 
 class Cuda:
@@ -55,6 +54,8 @@ class Cuda:
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._process: asyncio.subprocess.Process | None = None
+        self._hung: asyncio.subprocess.Process | None = None
+        """The one that was killed for its silence."""
         self._reader: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
 
@@ -166,7 +167,7 @@ class Cuda:
                         stdout=asyncio.subprocess.PIPE,
                         limit=_LINE_BYTES,
                         start_new_session=True,
-                        env=environment(),
+                        env=modules.environment(),
                     )
                 except OSError as error:
                     raise Environment(f"the GPU helper {self._argv[0]} does not start: {error.strerror}") from None
@@ -184,19 +185,16 @@ class Cuda:
         rc = await process.wait()
         for waiting in self._waiting.values():
             if not waiting.done():
-                waiting.set_exception(ToolFailed(TOOL, rc, "it ended in the midst of its work; it is started again"))
+                if process is self._hung:
+                    waiting.set_exception(ToolHung("the GPU helper did not answer to another call, and was killed"))
+                else:
+                    waiting.set_exception(ToolFailed(TOOL, rc, "it ended in the midst of its work; it is started again"))
 
     async def _end(self, process: asyncio.subprocess.Process) -> None:
+        self._hung = process
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         await process.wait()
-
-
-def environment() -> dict[str, str]:
-    """This process's, in which the packages are found."""
-    root = str(Path(__file__).resolve().parents[1])
-    path = os.environ.get("PYTHONPATH")
-    return os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{path}" if path else root}
 
 
 def _failure(op: str, error: Mapping[str, Any]) -> RestorerError:

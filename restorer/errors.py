@@ -5,11 +5,12 @@ The ``kind`` of an error, and what a tool has written, decide what becomes of a 
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from typing import ClassVar
 
 from policies.compat import Mismatch
-from policies.failures import Class, Verdict, classify
+from policies.failures import KILLED, Class, Verdict, classify
 
 
 class RestorerError(Exception):
@@ -18,13 +19,16 @@ class RestorerError(Exception):
     kind: ClassVar[Class]
     certain: ClassVar[bool] = False
     """Of a snapshot's fault: once is proof."""
+    remedy: ClassVar[str] = ""
+    """Where it is another than that of its kind."""
     log: str = ""
     """What the tool or the engine behind it has written."""
 
     @property
     def verdict(self) -> Verdict:
         """Whose fault it is, after a look at what was written."""
-        return classify(self.kind, str(self), self.log, certain=self.certain)
+        found = classify(self.kind, str(self), self.log, certain=self.certain)
+        return found.model_copy(update={"remedy": self.remedy}) if self.remedy else found
 
     @property
     def brief(self) -> str:
@@ -46,6 +50,7 @@ class NotNamed(RestorerError):
     """The model's settings do not let it run on this host."""
 
     kind = "host"
+    remedy = "name a host in models.MODEL.engine.hosts that has a restorer, or start one on a host that is named there"
 
 
 class SnapshotError(RestorerError):
@@ -72,11 +77,18 @@ class ToolFailed(RestorerError):
 
     def __init__(self, tool: str, rc: int, tail: str) -> None:
         self.tool, self.rc, self.log = tool, rc, tail
-        super().__init__(f"{tool} failed with status {rc}: {tail.strip() or 'it said nothing'}")
+        super().__init__(f"{self.brief}: {tail.strip() or 'it said nothing'}")
 
     @property
     def brief(self) -> str:
+        if self.rc < 0:
+            return f"{self.tool} was ended by signal {-self.rc} ({signal.strsignal(-self.rc)})"
         return f"{self.tool} failed with status {self.rc}"
+
+    @property
+    def verdict(self) -> Verdict:
+        # Whatever it has written before, that is not why.
+        return Verdict(cls=self.kind, evidence=self.brief, remedy=KILLED) if self.rc == -signal.SIGKILL else super().verdict
 
 
 class ToolHung(RestorerError):

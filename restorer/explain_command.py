@@ -20,11 +20,6 @@ HOST_INCOMPATIBLE = 3
 _HASH = re.compile(r"\b([0-9a-f]{12})[0-9a-f]{28,52}\b")
 
 
-def add(snapshots: typer.Typer) -> None:
-    """Put the command beside the others of ``rewake snapshot``."""
-    snapshots.command("explain")(explain_)
-
-
 def explain_(
     target: Annotated[
         str | None, typer.Argument(metavar="[ID|MODEL]", help="A snapshot or a model; left out: all models.")

@@ -26,6 +26,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from policies.floor import Rates
+from restorer import modules
 from restorer.errors import Environment, RestorerError, ToolFailed, ToolHung
 from restorer.files import disk_space, write_durable
 
@@ -40,7 +41,6 @@ _LONGEST_S = 0.35
 """One measurement ends after this, with what it has moved."""
 _READERS = (1, 4)
 _SPAWN = ("unshare", "--pid", "--mount", "--ipc", "--uts", "--net", "--fork", "--kill-child", "--mount-proc", "true")
-_PACKAGES = str(Path(__file__).resolve().parents[1])
 _THREADS = min(16, os.cpu_count() or 1)
 
 
@@ -91,11 +91,11 @@ async def measure(state_dir: Path, *, pcie: float | None = None) -> Rates:
     """
     try:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "restorer.floor", str(state_dir)),
+            *modules.command("restorer.floor", str(state_dir)),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": _PACKAGES},
+            env=modules.environment(),
             start_new_session=True,
         )
     except OSError as error:

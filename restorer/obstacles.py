@@ -94,9 +94,17 @@ def sockets(scene: Scene) -> Iterator[Finding]:
     for one in held:
         protocol = _protocol(one)
         # A socket without an address or a peer is in no table, whatever its family.
-        if protocol not in _CARRIED_PROTOCOLS if protocol else inode_of(one.link) not in known:
+        if protocol not in _CARRIED_PROTOCOLS if protocol else inode_of(one.link) not in known and _still_open(one):
             what = f"a socket ({protocol or 'of an unknown family'}) is open that CRIU does not know"
             yield Finding("socket", "fatal", one.pid, one.fd, what, "close it before the dump, or run the engine without it")
+
+
+def _still_open(one: Descriptor) -> bool:
+    """Nobody has closed it since it was found: what is gone is in no table either."""
+    try:
+        return str(one.path.readlink()) == one.link
+    except OSError:
+        return False
 
 
 _CARRIED_PROTOCOLS = (

@@ -193,6 +193,18 @@ class Admin:
             operation = self.operation(operation.id, min(_POLL_S, within - elapsed))
         return operation
 
+    def task(self, body: Mapping[str, object], within: float) -> dict[str, Any]:
+        """What one host's restorer found: it was asked by name."""
+        task = self.call("POST", "tasks", body=body)
+        deadline = time.monotonic() + within
+        while task["state"] == "running":
+            if time.monotonic() > deadline:
+                raise Failed(f"the restorer on {body['host']} has not answered within {within:g} s; does it run there?")
+            task = self.call("GET", f"tasks/{task['id']}", query={"wait": f"{_POLL_S:g}"}, more_s=_POLL_S)
+        if task["state"] == "failed":
+            raise Failed(str(task["detail"]))
+        return dict(task["result"])
+
     def call(
         self,
         method: str,

@@ -18,9 +18,10 @@ import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from restorer.box import Box
+if TYPE_CHECKING:  # `rewake logs` reads what remains, and needs nothing that makes boxes
+    from restorer.box import Box
 
 KEPT = 32
 """Boxes of which something is kept."""

@@ -17,11 +17,6 @@ from restorer.sweeper import collect
 from restorer.this_host import this_host
 
 
-def add(snapshots: typer.Typer) -> None:
-    """Put the command beside the others of ``rewake snapshot``."""
-    snapshots.command("gc")(gc)
-
-
 def gc(
     config: ConfigFile = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Remove nothing; say what would go, and why.")] = False,

@@ -23,7 +23,6 @@ from policies.trust import shown
 from policies.verdicts import Note, Standing
 from restorer.commands import OK, AsJson, ConfigFile, NoWait, Timeout, finish, model_named
 from restorer.console import bytes_bar, on_gpu, print_json, print_table, size, when
-from restorer.copies import list_remote, remove_copies
 from restorer.errors import SnapshotError
 from restorer.floor import known
 from restorer.holds import users_of
@@ -33,11 +32,9 @@ from restorer.snapshots import SnapshotStore, verify_files, verify_weights
 from restorer.stamps import Stamps
 from restorer.statefolder import judge_of, stamps_of
 
-snapshots = typer.Typer(no_args_is_help=True, help="Make, list, verify and remove snapshots.")
 _ID = re.compile(r"[0-9a-f]{16}")
 
 
-@snapshots.command("create")
 def create(model: str, config: ConfigFile = None, no_wait: NoWait = False, timeout: Timeout = 7200.0) -> None:
     """Start a donor of MODEL, capture it, and publish the snapshot."""
     parsed = load(config)[1]
@@ -46,7 +43,6 @@ def create(model: str, config: ConfigFile = None, no_wait: NoWait = False, timeo
         finish(admin, admin.begin("snapshots", {"model": name}), no_wait, timeout)
 
 
-@snapshots.command("ls")
 def ls(
     config: ConfigFile = None,
     json_: AsJson = False,
@@ -55,6 +51,8 @@ def ls(
     """List the snapshots of this host, or those that a remote has copies of."""
     parsed = load(config)[1]
     if remote is not None:
+        from restorer.copies import list_remote  # noqa: PLC0415 -- what is here is listed without the clients of object stores
+
         return list_remote(parsed, remote, json_)
     store, judge = store_of(parsed), judge_of(parsed)
     found = [_summary(store, manifest, judge) for manifest in store.list()]
@@ -67,7 +65,6 @@ def ls(
     print_table(_TITLES, [_row(summary) for summary in found])
 
 
-@snapshots.command("show")
 def show(id: str, config: ConfigFile = None, json_: AsJson = False) -> None:
     """Print what a snapshot is: by its ID, or by the beginning of it."""
     parsed = load(config)[1]
@@ -95,7 +92,6 @@ def show(id: str, config: ConfigFile = None, json_: AsJson = False) -> None:
     print_table(["SNAPSHOT", manifest.id], list(rows.items()))
 
 
-@snapshots.command("verify")
 def verify(id: str, config: ConfigFile = None, json_: AsJson = False) -> None:
     """Read every byte of a snapshot, and what it needs besides, and compare it with what was committed."""
     parsed = load(config)[1]
@@ -121,7 +117,6 @@ def verify(id: str, config: ConfigFile = None, json_: AsJson = False) -> None:
     raise typer.Exit(FAILED if faults or not verdict.allowed else OK)
 
 
-@snapshots.command("rm")
 def rm(
     ids: Annotated[list[str], typer.Argument(metavar="ID...")],
     config: ConfigFile = None,
@@ -130,6 +125,8 @@ def rm(
     """Remove snapshots, each given by its ID or the beginning of it."""
     parsed = load(config)[1]
     if remote is not None:
+        from restorer.copies import remove_copies  # noqa: PLC0415
+
         return remove_copies(parsed, remote, ids)
     store = store_of(parsed)
     # A damaged one has no manifest to load: its whole id must be given.
@@ -140,7 +137,6 @@ def rm(
     return None
 
 
-@snapshots.command("release")
 def release(id: str, config: ConfigFile = None) -> None:
     """Let a quarantined snapshot be restored again, here and, as soon as they hear of it, on other hosts."""
     store = store_of(load(config)[1])

@@ -105,9 +105,3 @@ def _shown(id: str, what: str, moved: Moved, json_: bool) -> None:
 
 def _weights(config: Config) -> WeightsStore:
     return WeightsStore(Path(config.state_dir) / "weights", stamps_of(config, "stamps.cli.json"))
-
-
-def add(snapshots: typer.Typer) -> None:
-    """Put these commands among those of ``rewake snapshot``."""
-    for command in (push, pull, diff):
-        snapshots.command(command.__name__)(command)

@@ -19,12 +19,6 @@ from restorer.snapshot_commands import store_of
 _SHOWN = 3
 
 
-def add(snapshots: typer.Typer) -> None:
-    """Put the commands beside the others of ``rewake snapshot``."""
-    snapshots.command("key")(key)
-    snapshots.command("sign")(sign)
-
-
 def key(
     file: Annotated[Path | None, typer.Argument(metavar="[FILE]", help="Make a pair: FILE, private, and FILE.pub.")] = None,
     config: ConfigFile = None,

@@ -16,13 +16,12 @@ import itertools
 import os
 import signal
 import socket
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from policies.config import Config
-from restorer import embedded, listening, network, rundir
+from restorer import embedded, listening, modules, network, rundir
 from restorer.box import BoxFactory
 from restorer.errors import Environment, RestorerError
 from restorer.listening import base_url
@@ -30,7 +29,6 @@ from restorer.rundir import Account, Lock
 from restorer.steward import Steward, gateway_stop_s
 from restorer.supervisor import Child, Supervisor, end
 
-ROOT = Path(__file__).absolute().parents[1]
 """Where the packages lie, whatever the current folder is. Links stay as they are: what engines are told of it is part of their
 snapshots, and where a host's installation lies behind a link changes with every upgrade."""
 _STORE_S = 15.0
@@ -41,14 +39,8 @@ Say = Callable[[str], None]
 
 
 def command(package: str, config_file: Path, store_url: str, *more: str) -> tuple[str, ...]:
-    """argv of one process. The current folder is no place to import from (-P): a root process runs this."""
-    return (sys.executable, "-P", "-m", package, "--config", str(config_file), "--store", store_url, *more)
-
-
-def environment() -> dict[str, str]:
-    """This process's environment, in which the packages are found."""
-    path = os.environ.get("PYTHONPATH")
-    return os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{path}" if path else str(ROOT)}
+    """argv of one process."""
+    return modules.command(package, "--config", str(config_file), "--store", store_url, *more)
 
 
 def prepare(config: Config) -> Account | None:
@@ -171,7 +163,7 @@ class Up:
             store, url = embedded.child(Path(self.config.run_dir), account)
             supervisor.start(store)
         await embedded.answers(url, within=_STORE_S)
-        packages, talk = environment(), steward.talk
+        packages, talk = modules.environment(), steward.talk
         restorer = command("restorer", self.config_file, url)
         steward.others = ("restorer",)
         supervisor.start(Child("restorer", restorer, _RESTORER_STOP_S, env=packages, talk=talk))

@@ -14,13 +14,16 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter, ValidationError
 
 from policies.restoring import Quarantine
 from policies.verdicts import Note, Standing, standing
 from restorer.files import disk_space, fsync
-from restorer.jobs import JobStore
+
+if TYPE_CHECKING:  # commands that read snapshots speak to no store
+    from restorer.jobs import JobStore
 
 _NOTES = TypeAdapter(tuple[Note, ...])
 _SHARED = 20

@@ -51,15 +51,18 @@ def why(
 
 
 def _lines(told: Story) -> Iterator[str]:
+    stuck = [*_stuck(told)]
     if not told.brief and not told.unfit:
-        yield f"{told.model} is {told.state}: nothing is on record against it"
+        yield f"{told.model} is {told.state}" + ("" if stuck else ": nothing is on record against it")
         yield from (f"{one.id}: {one.reason}" for one in told.replicas if one.reason)
+        yield from stuck
         return
     yield f"{told.model} is {told.state}"
     if told.tries:
         yield from _attempt(told.tries[0])
     elif told.brief:
         yield f"  {told.brief}"
+    yield from stuck
     if told.next_try_s is not None:
         yield f"not tried again by itself for another {seconds(told.next_try_s)}; `rewake scale` tries at once"
     for one in told.tries[1:]:
@@ -69,6 +72,15 @@ def _lines(told: Story) -> Iterator[str]:
         yield from (f"    {line}" for line in unfit.reason.splitlines())
     if told.unfit:
         yield f"every fact, and which hosts would do: rewake snapshot explain {told.model}"
+
+
+def _stuck(told: Story) -> Iterator[str]:
+    """Why nothing can start it now."""
+    if not told.hosts:
+        yield "no restorer reports, so nothing can be started: is `rewake restorer`, or `rewake up`, running?"
+    if told.lacking:
+        yield f"no host that reports can start {told.model}:"
+        yield from (f"    {host}: {what}" for host, what in told.lacking.items())
 
 
 def _attempt(one: Try) -> Iterator[str]:
@@ -82,11 +94,12 @@ def _attempt(one: Try) -> Iterator[str]:
         yield f"to mend it: {one.remedy}"
     if one.fault:
         yield f"whose fault: {_FAULTS.get(one.fault, one.fault)}"
-    more = [line for line in one.said.splitlines() if line.strip() and line.strip() not in one.quote]
-    if more:
+    said = [line for line in one.said.splitlines() if line.strip() and line.strip() not in one.quote]
+    # What only says once more what is quoted above is not worth its lines.
+    if any(not line.endswith(one.quote) for line in said):
         yield "all that was said:"
-        yield from (f"    {line}" for line in more[:20])
-    yield f"every step: rewake journal {one.id}; its log: rewake logs '{one.replica}'"
+        yield from (f"    {line}" for line in said[:20])
+    yield f"every step: rewake journal {one.id}" + (f"; its log: rewake logs '{one.replica}'" if one.logged else "")
 
 
 def cause(reason: str) -> str:

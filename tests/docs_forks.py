@@ -9,6 +9,7 @@ What a command does is the same; that it also starts by itself is for other test
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -25,6 +26,9 @@ def serve(path: str) -> None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     import rewake  # noqa: PLC0415 -- only where it is served: the other half must start at once
 
+    with contextlib.redirect_stdout(None):
+        for group in ([], ["snapshot"]):
+            rewake.main([*group, "--help"])  # which imports every command
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(f"{path}.new")
     listener.listen(16)

@@ -4,7 +4,8 @@ CUDA state; weights that its sleep throws away, and answers that depend on every
 ``python e2e_gpu_engine.py PORT HOLD [--seed N] [--claims BYTES] [--no-cuda] [--deaf] [vLLM's options for sleep and for GPUs]``.
 While HOLD-garble exists, what it takes in as weights is wrong by one bit, while HOLD-stale exists, the last run of it is left
 out; while HOLD-misaligned exists, it says what broken GPU state makes engines say; while HOLD-full exists, it finds the disk
-full; while HOLD-unmappable exists, it cannot map others' device memory; while HOLD-oversleep exists, it does not wake.
+full; while HOLD-unmappable exists, it cannot map others' device memory; while HOLD-oversleep exists, it does not wake; while
+HOLD-unset exists, what it keeps beside its weights is zeros when it wakes.
 With --deaf it has no routes for sleep.
 """
 
@@ -95,6 +96,7 @@ def work(pipe: Connection, rank: int, options: argparse.Namespace) -> None:
     original = [hashlib.shake_256(name.encode()).digest(size) for name, size in zip(names, SIZES, strict=True)]
     for block, data in zip(blocks, original, strict=True):
         block[:] = data
+    buffer = bytearray(b"what is computed once, such as the positions of an image's parts")
     worker: Any = None
     if extension_name:
         module, _, name = extension_name.rpartition(".")
@@ -108,7 +110,7 @@ def work(pipe: Connection, rank: int, options: argparse.Namespace) -> None:
     while True:
         method, arguments = pipe.recv()
         if method == "complete":
-            content = hashlib.sha256(b"".join(bytes(block) for block in blocks)).hexdigest()
+            content = hashlib.sha256(b"".join(bytes(block) for block in (*blocks, buffer))).hexdigest()
             pipe.send(hashlib.sha256(f"{arguments} {content}".encode()).hexdigest())
         elif method == "sleep":
             for block in blocks if arguments != "1" else ():
@@ -117,6 +119,8 @@ def work(pipe: Connection, rank: int, options: argparse.Namespace) -> None:
                 cuda_state(STATE_BYTES, rank)
             pipe.send(None)
         elif method == "wake":
+            if Path(hold + "-unset").exists():
+                buffer[:] = bytes(len(buffer))
             if cuda:
                 cuda_state(awake if arguments != ["weights"] else STATE_BYTES + sum(SIZES), rank)
             pipe.send(None)

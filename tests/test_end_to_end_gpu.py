@@ -454,6 +454,18 @@ def test_restore_case_72_one_stale_allocation_is_enough(system: Installation, pl
     assert "1 of 3 allocations differ, the first is number 2" in answer.text
 
 
+def test_restore_case_73_what_an_engine_keeps_beside_its_weights_and_loses_shows_in_its_answers(
+    system: Installation, place: Path
+) -> None:
+    """Every weight is what it was, so only the canary can tell."""
+    system.snapshot("stale")
+    (place / "hold-unset").touch()
+    answer = system.complete("stale")
+    assert answer.status_code == 503
+    assert "the restored engine does not repeat its donor's answers" in answer.text
+    assert system.replicas("stale") == []
+
+
 def test_restore_case_74_what_an_engine_says_of_broken_state_blames_the_snapshot(system: Installation, place: Path) -> None:
     folder = system.snapshot("broken")
     (place / "hold-misaligned").touch()

@@ -177,9 +177,24 @@ async def test_the_story_of_a_failure_quotes_the_line_and_names_the_remedy(store
             assert (tried["id"], tried["quote"], tried["remedy"]) == ("j1", line, "bring that version back")
             assert (tried["step"], tried["fault"]) == ("in 'restore processes'", "host")
             assert found["unfit"] == [{"id": "a", "host": "h1", "reason": "host.kernel: expected 5, found 6; boot it"}]
+            assert (found["hosts"], found["lacking"], tried["logged"]) == (["h1"], {}, True)
         missing = await served.client.get("/admin/v1/why", params={"of": "nobody"}, headers=ADMIN)
         assert (missing.status_code, "nobody" in missing.json()["error"]["message"]) == (404, True)
         assert (await served.client.get("/admin/v1/why", headers=ADMIN)).status_code == 400
+
+
+async def test_the_story_says_when_no_host_can_start_a_model_before_anybody_tries(store, store_server):
+    config = configuration(model__engine={"kind": "http", "command": ["/bin/true"], "hosts": ["elsewhere"]})
+    async with serving(store_server, config) as served:
+
+        async def why() -> dict:
+            return (await served.client.get("/admin/v1/why", params={"of": "m"}, headers=ADMIN)).json()
+
+        assert ((await why())["hosts"], (await why())["lacking"]) == ([], {})
+        await host(store)
+        found = await why()
+        assert (found["hosts"], found["lacking"]) == (["h1"], {"h1": "engine.hosts names elsewhere"})
+        assert (found["tries"], found["brief"]) == ([], "")
 
 
 async def test_the_page_and_all_it_is_made_of_may_be_loaded_by_itself_alone(store, store_server):

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies.config import Model
-from policies.placement import MOST_S, NOBODY_S, STEP_S, TIER_S, Rank, Tier, lacks, nobody, others, ranking, tier
+from policies.placement import MOST_S, NOBODY_S, STEP_S, TIER_S, Rank, Tier, lacking, lacks, nobody, others, ranking, tier
 from policies.replica import Replica, State
 from policies.wire import HostReport, JobKind, SnapshotSummary
 
@@ -100,6 +100,7 @@ def test_where_only_a_restore_will_do_every_reason_of_every_host_is_told() -> No
     assert nobody("m", strict, reports) == (
         "a: snapshot s1: kernel: 6.1, found 6.2; cpu: x; b: criu is not installed; c: snapshot s1: it differs"
     )
+    assert "; ".join(f"{at}: {what}" for at, what in lacking("m", strict, reports).items()) == nobody("m", strict, reports)
     assert nobody("m", strict, (*reports, host("d", pulls=True))) == ""
     assert nobody("m", model(), reports) == ""
     assert not lacks("m", model(on_no_snapshot="reject", engine={"backend": "cold"}), host("a", obstacles={"cold": "cold"}))

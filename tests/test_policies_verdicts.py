@@ -7,6 +7,7 @@ import pytest
 from policies.failures import SIGNATURES, Class, classify
 from policies.restoring import Quarantine
 from policies.verdicts import Note, failed, standing
+from restorer.errors import ToolFailed
 
 POLICY = Quarantine(hosts=2, failures=3, backoff_s=1.0, most_backoff_s=60.0)
 
@@ -118,3 +119,12 @@ def test_a_release_by_any_host_forgives_all_that_was_before_it() -> None:
 
 def test_a_clock_that_was_set_back_holds_nothing_back_for_longer_than_its_pause() -> None:
     assert standing([note("tool", at_s=1_000_000)], "a", POLICY, 0).held_ms == 1000
+
+
+def test_a_tool_that_was_killed_says_so_whatever_it_has_written_before() -> None:
+    killed = ToolFailed("criu restore", -9, "(00.02) 1000: Warn something")
+    assert str(killed).startswith("criu restore was ended by signal 9 (Killed)")
+    assert (killed.verdict.cls, killed.verdict.evidence) == ("tool", "criu restore was ended by signal 9 (Killed)")
+    assert "want of memory" in killed.verdict.remedy
+    full = ToolFailed("criu dump", -7, "(00.02) Error (criu/x.c:1): No space left on device")
+    assert (full.verdict.cls, full.brief) == ("environment", "criu dump was ended by signal 7 (Bus error)")

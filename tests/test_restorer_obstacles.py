@@ -14,6 +14,8 @@ from dumping import some_boxes, started, survives
 from restorer.box import Box, BoxFactory
 from restorer.criu import GHOST_LIMIT
 from restorer.inventory import examine
+from restorer.obstacles import sockets
+from restorer.scene import Descriptor, Scene, Tree
 
 pytestmark = pytest.mark.criu
 
@@ -126,3 +128,22 @@ async def test_restore_cases_22_51_52_what_criu_cannot_carry_is_refused_before(
     pid = await started(box, script)
     assert fatal(box, pid) == {code}
     assert not await survives(boxes, box, tmp_path)
+
+
+def test_a_socket_that_was_closed_while_all_was_looked_at_is_no_obstacle(tmp_path: Path) -> None:
+    """Of two that no table knows, the one that is open still."""
+    folder = tmp_path / "7/fd"
+    folder.mkdir(parents=True)
+    held = [Descriptor(7, fd, f"socket:[{fd}000]", 0, folder / str(fd)) for fd in (3, 4)]
+    (folder / "4").symlink_to("socket:[4000]")
+    scene = Scene(
+        tree=Tree(pids=(7,), inner=()),
+        proc=tmp_path,
+        descriptors=held,
+        mappings=[],
+        sockets={},
+        private=(),
+        ghost_limit=0,
+        outside_tcp_ok=False,
+    )
+    assert [finding.fd for finding in sockets(scene)] == [4]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -9,11 +10,12 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from policies.manifest import Exchange, HostFacts, Manifest, MappedFile, Profile, canonical
-from restorer import files, objects
+from restorer import files, objects, trees
 from restorer import snapshots as module
 from restorer.elf import build_id
 from restorer.errors import Environment, SnapshotError
@@ -448,6 +450,35 @@ def test_restore_case_19_and_20_private_files_are_captured_and_laid_for_every_re
         assert not (tmp_path / f"clone{n}" / "sockets/deep/ipc").exists()
         assert (tmp_path / f"clone{n}" / "sockets/deep").is_dir()
         assert allocated(tmp_path / f"clone{n}" / ".hidden") < 1 << 20
+
+
+def test_restore_case_30_files_laid_in_part_are_never_taken_for_a_whole(
+    tmp_path: Path, private: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many were laid before the end: what is stored is untouched, none goes on from there, and the next one is whole."""
+    before = listing(private)
+    capture_tree(private, tmp_path / "stored")
+    real, left = trees._lay, 0
+
+    def lay(*entry: Any) -> int:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise OSError(errno.EIO, "the end")
+        return real(*entry)
+
+    monkeypatch.setattr(trees, "_lay", lay)
+    for count in range(1, len(before)):
+        left, box = count, tmp_path / f"box{count}"
+        with pytest.raises(OSError, match="the end"):
+            lay_tree(tmp_path / "stored", box)
+        if any(not path.is_dir() or path.is_symlink() for path in box.rglob("*")):
+            left = len(before)
+            with pytest.raises(Environment, match="is in the way"):
+                lay_tree(tmp_path / "stored", box)
+    left = len(before)
+    lay_tree(tmp_path / "stored", tmp_path / "next")
+    assert listing(tmp_path / "next") == before
 
 
 def test_a_captured_tree_travels_through_the_store(store: SnapshotStore, private: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from restorer import stamps as module
-from restorer.errors import Environment
+from restorer.errors import Environment, ToolHung
 from restorer.files import allocated, copy_sparse, dig_holes, disk_space, fsync_tree, hash_file, write_durable
 from restorer.stamps import SETTLE_NS, Stamps
 
@@ -147,6 +147,18 @@ def test_dig_holes_frees_zeros_and_keeps_content(tmp_path: Path) -> None:
     assert hash_file(path) == digest
     assert freed >= (4 << 20) - 8192
     assert allocated(path) == before - freed
+
+
+def test_holes_that_are_dug_for_ever_end_with_the_tool_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A donor stands still while they are dug."""
+    (tmp_path / "fallocate").write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 1000\n")
+    (tmp_path / "fallocate").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    (tmp_path / "f").write_bytes(b"x" * 4096)
+    with pytest.raises(ToolHung, match="did not end within"):
+        dig_holes(tmp_path / "f", patience_s=3.0)
+    assert not Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}").exists()
+    assert (tmp_path / "f").read_bytes() == b"x" * 4096
 
 
 def test_copy_sparse_keeps_holes_and_size(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from policies.manifest import Exchange, HostFacts, Manifest, MappedFile, Profile
 from policies.replica import Replica, State
 from policies.verdicts import Note
 from policies.wire import Operation, OperationState
-from restorer import operator, rundir
+from restorer import logs_command, operator, rundir
 from restorer.snapshots import SnapshotStore
 from restorer.stamps import Stamps
 
@@ -44,11 +44,15 @@ class AdminApi:
         self.ended: dict[str, Any] = {}
         self.refusal: web.Response | None = None
         self.waits: list[float] = []
+        self.tasks: list[dict[str, Any]] = []
+        """What a task is, each time that somebody looks."""
 
     def application(self) -> web.Application:
         app = web.Application(middlewares=[self._authorized])
         app.router.add_get("/admin/v1/replicas", self._replicas)
         app.router.add_get("/admin/v1/operations/{id}", self._operation)
+        app.router.add_post("/admin/v1/tasks", self._begin_task)
+        app.router.add_get("/admin/v1/tasks/{id}", self._task)
         for verb in ("scale-up", "scale-down", "drain", "snapshots"):
             app.router.add_post(f"/admin/v1/{verb}", self._begin)
         return app
@@ -65,6 +69,13 @@ class AdminApi:
     async def _begin(self, request: web.Request) -> web.Response:
         self.calls.append((request.path.rpartition("/")[2], await request.json()))
         return self._answer(202)
+
+    async def _begin_task(self, request: web.Request) -> web.Response:
+        self.calls.append(("tasks", await request.json()))
+        return await self._task(request)
+
+    async def _task(self, request: web.Request) -> web.Response:
+        return web.json_response({"id": "t1", "detail": "", **self.tasks.pop(0)})
 
     async def _operation(self, request: web.Request) -> web.Response:
         assert request.match_info["id"] == "op-1"
@@ -424,7 +435,8 @@ def test_a_token_of_somebody_else_says_who_may_read_it(place: Place) -> None:
     opened_up(place.folder)
     place.config.chmod(0o644)
     (place.run_dir / "admin-token").chmod(0o600)
-    code = f"import os, sys; sys.path.insert(0, {str(ROOT)!r}); import rewake; os.setgid(65534); os.setuid(65534); "
+    code = f"import os, sys; sys.path.insert(0, {str(ROOT)!r}); import rewake, restorer.replica_commands; "
+    code += "os.setgid(65534); os.setuid(65534); "
     code += f"sys.exit(rewake.main(['ps', '-c', {str(place.config)!r}]))"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert ran.returncode == 1
@@ -447,10 +459,37 @@ async def test_logs_prints_the_end_of_the_incarnations_log(place: Place, api: Ad
     assert await place.call("logs", "m#1") == (
         1,
         "",
-        "rewake: m#1 does not run, and no log of it is kept here; a log is on the replica's host\n",
+        "rewake: no host has started m#1, so there is no log of it; `rewake why 'm#1'` may know more\n",
     )
     path.unlink()
     assert "engine.log: No such file or directory" in (await place.call("logs", "m#0"))[2]
+
+
+async def test_logs_of_another_hosts_replica_come_from_its_restorer(place: Place, api: AdminApi) -> None:
+    api.replicas = [replica(0, State.ADMITTED, incarnation="i0", host="far")]
+    part = {"offset": 7, "running": True, "incarnation": "i0"}
+    api.tasks = [
+        {"state": "running"},
+        {"state": "succeeded", "result": {**part, "text": "one\ntwo\n"}},
+        {"state": "succeeded", "result": {**part, "text": "three\n", "running": False}},
+    ]
+    assert await place.call("logs", "m#0", "-n", "2", "--follow") == (0, "one\ntwo\nthree\n", "")
+    asked = [body for verb, body in api.calls if verb == "tasks"]
+    common = {"kind": "log", "replica": "m#0", "host": "far"}
+    assert asked == [{**common, "lines": 2}, {**common, "offset": 7}]
+    api.tasks = [{"state": "failed", "detail": "m#0 has no log on far"}]
+    assert await place.call("logs", "m#0") == (1, "", "rewake: m#0 has no log on far\n")
+
+
+async def test_a_host_that_does_not_answer_is_not_waited_for_without_end(
+    place: Place, api: AdminApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs_command, "_TASK_S", 0.0)
+    api.replicas = [replica(0, State.ADMITTED, incarnation="i0", host="far")]
+    api.tasks = [{"state": "running"}] * 100
+    code, out, err = await place.call("logs", "m#0")
+    assert (code, out) == (1, "")
+    assert "the restorer on far has not answered within 0 s" in err
 
 
 def test_logs_of_an_incarnation_need_no_gateway_and_follow_no_link(place: Place) -> None:
@@ -631,6 +670,60 @@ def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     monkeypatch.setattr(rewake.metadata, "version", lambda _: "1.2.3")
     assert rewake.main(["--version"]) == 0
     assert capsys.readouterr().out == "rewake 1.2.3\n"
+
+
+def test_version_of_what_is_not_installed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def version(_: str) -> str:
+        raise rewake.metadata.PackageNotFoundError
+
+    monkeypatch.setattr(rewake.metadata, "version", version)
+    assert rewake.main(["--version"]) == 1
+    assert "pip install it" in capsys.readouterr().err
+
+
+_HEAVY = ("aiohttp", "asyncio", "blake3", "cryptography", "httpx", "msgspec", "obstore", "opentelemetry", "prometheus_client")
+_HEAVY += ("pydantic", "redis", "rich", "uvloop")
+_CLIENT = {"httpx", "pydantic", "rich"}
+"""What a command needs that asks the gateway and shows what it says."""
+
+
+@pytest.mark.parametrize(
+    ("words", "needed", "most"),
+    [
+        ("--version", set(), 300),
+        ("ps", _CLIENT, 650),
+        ("why m", _CLIENT, 650),
+        ("top", _CLIENT, 650),
+        ("logs nothing", _CLIENT, 650),
+        ("scale m 1", _CLIENT, 650),
+        ("drain m#0", _CLIENT, 650),
+        ("reload", _CLIENT, 650),
+        ("snapshot ls", _CLIENT | {"asyncio", "blake3", "cryptography", "msgspec"}, 800),
+    ],
+)
+def test_a_command_imports_what_it_needs_and_no_more(place: Place, words: str, needed: set[str], most: int) -> None:
+    """Counted, since a clock says more of the machine. All of them together take a second, which each command took once."""
+    (place.run_dir / "admin-token").unlink()
+    code = "import rewake, sys; rewake.main(sys.argv[1:]); "
+    code += f"print(len(sys.modules), *(one for one in {_HEAVY} if one in sys.modules))"
+    at = [] if words.startswith("-") else ["-c", str(place.config)]
+    argv = [sys.executable, "-c", code, *words.split(), *at]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    count, *heavy = done.stdout.splitlines()[-1].split()
+    assert set(heavy) <= needed, done.stdout + done.stderr
+    assert int(count) <= most
+
+
+def test_every_command_is_found_where_the_table_says(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also one that is misspelt: the nearest is named, without importing any."""
+    assert rewake.main(["--help"]) == 0
+    assert rewake.main(["snapshot", "--help"]) == 0
+    for table, before in ((rewake._COMMANDS, []), (rewake._SNAPSHOT, ["snapshot"])):
+        for name in table:
+            assert rewake.main([*before, name, "--help"]) == 0
+    capsys.readouterr()
+    assert rewake.main(["drian", "m#0"]) == 2
+    assert "Did you mean 'drain'" in capsys.readouterr().err
 
 
 async def test_logs_follows_until_it_is_interrupted(place: Place) -> None:

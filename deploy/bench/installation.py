@@ -21,7 +21,8 @@ from rich.console import Console
 
 ROOT = rates.ROOT
 START_S, GONE_S = 60.0, 60.0
-_PAIR = ("--disable-custom-all-reduce",)
+_INSIDE = Path(__file__).with_name("inside")
+_ONE_GPU = ("--worker-cls=one_gpu.Worker", "--distributed-executor-backend=mp", "--gpu-memory-utilization=0.4")
 KV = {"7b": 1, "14b": 4}
 """Cache for the same context, against the first model's."""
 PROMPT = "Name the first ten prime numbers."
@@ -105,8 +106,12 @@ class Bench:
                 section, ``pair``: to the environment of the engine on two GPUs.
         """
         restorer, gpu, groups = (changes.pop(name, {}) for name in ("restorer", "gpu", "groups"))
-        pair = self.model("7b", "--tensor-parallel-size=2", *_PAIR, *self.options.pair_arg, count=2, untested=True)
-        pair["engine"]["env"] |= changes.pop("pair", {})
+        one_gpu = _ONE_GPU if self.options.one_gpu else ()
+        pair = self.model("7b", "--tensor-parallel-size=2", *one_gpu, *self.options.pair_arg, count=2, untested=True)
+        env = pair["engine"]["env"]
+        if one_gpu:
+            env["PYTHONPATH"] = ":".join(filter(None, (str(_INSIDE), env.get("PYTHONPATH"))))
+        env |= changes.pop("pair", {})
         models = {self.names[name]: {**self.model(name, **gpu), **changes} for name in self.names}
         models[f"{self.names['7b']}-cold"] = {**self.model("7b"), "on_no_snapshot": "cold"}
         models[f"{self.names['7b']}-pair"] = pair
@@ -230,7 +235,7 @@ class Bench:
         return [line for line in rates.compute_processes() if line.split(",")[0] not in self.options.strangers]
 
     def ask(self, model: str, *, tokens: int = 8) -> dict[str, Any]:
-        """A streaming request: ``seconds`` to the first token, ``text``, ``start``, ``incarnation``."""
+        """A streaming request: ``seconds`` to the first token, ``text``; of the replica, ``start`` and ``incarnation``."""
         body = {"model": model, "prompt": PROMPT, "max_tokens": tokens, "temperature": 0, "seed": 1, "stream": True}
         began, first, text = time.monotonic(), None, ""
         with httpx.stream("POST", f"{self.base}/v1/completions", json=body, timeout=None) as answer:
@@ -243,15 +248,17 @@ class Bench:
                 if choices[0].get("text") and first is None:
                     first = time.monotonic() - began
                 text += choices[0].get("text") or ""
-            headers = answer.headers
         if first is None:
             raise BenchError(f"{model} answered without a token")
-        return {
-            "seconds": first,
-            "text": text,
-            "start": headers["x-rewake-start"],
-            "incarnation": headers["x-rewake-incarnation"],
-        }
+        return {"seconds": first, "text": text, **self._admitted(model)}
+
+    def _admitted(self, model: str) -> dict[str, str]:
+        """The one replica of a model: a stream that had to begin before its start ended cannot say in its head who answers."""
+        replicas = self.get("/admin/v1/replicas")["replicas"]
+        found = [one for one in replicas if (one["model"], one["state"]) == (model, "admitted")]
+        if len(found) != 1:
+            raise BenchError(f"{model} answered, and {len(found)} of its replicas are admitted")
+        return {key: found[0][key] for key in ("start", "incarnation")}
 
     def stages(self, incarnation: str) -> list[dict[str, Any]]:
         for replica in self.get("/admin/v1/replicas")["replicas"]:

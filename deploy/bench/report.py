@@ -21,12 +21,13 @@ def headline(result: dict[str, Any]) -> None:
     if not first or "restores_s" not in first:
         return
     seconds = first.get("restore_s", first["restores_s"][0])
-    warm = first.get("cold_start_warm_caches_s")
+    # A step that failed has left its figures out.
+    cold, warm = first.get("cold_start_s"), first.get("cold_start_warm_caches_s")
     result |= {
-        "cold_start_s": first["cold_start_s"],
+        "cold_start_s": cold,
         "cold_start_warm_caches_s": warm,
         "restore_s": seconds,
-        "speedup": round(first["cold_start_s"] / seconds, 1),
+        "speedup": None if cold is None else round(cold / seconds, 1),
         "speedup_warm_caches": None if warm is None else round(warm / seconds, 1),
         "canary_equal": first.get("canary_equal", True),
         "tier": first["tier"],

@@ -68,12 +68,12 @@ def move(bench: Bench) -> dict[str, Any]:
 
 
 def pair(bench: Bench) -> dict[str, Any]:
-    """Two GPUs and NCCL, with one set of settings after another until one can be restored; what became of each."""
+    """Two workers and NCCL, with one set of settings after another until one can be restored; what became of each."""
     tries: list[dict[str, Any]] = []
     for text in bench.options.pair_try or [""]:
         with bench.changed(pair=_settings(text)):
             tries.append({"settings": text, **_paired(bench)})
-        console.print(f"two GPUs, {text or 'as they are'}: {tries[-1]}")
+        console.print(f"two workers, {text or 'as they are'}: {tries[-1]}")
         if tries[-1]["restored"]:
             break
     return {**tries[-1], "tries": tries}

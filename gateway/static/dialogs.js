@@ -184,7 +184,7 @@ const ACTIONS = {
       content.replaceChildren(...story(told));
       const last = told.tries[0];
       const record = told.replicas.find((one) => one.id === (replica || last?.replica));
-      if (record?.incarnation || last?.replica) {
+      if (record?.incarnation || last?.logged) {
         const facts = { "data-replica": record?.id ?? last.replica, "data-host": record?.host || last?.host };
         dialog.querySelector(".buttons").prepend(h("button", { type: "button", "data-act": "log", ...facts }, "Its log"));
       }
@@ -273,7 +273,9 @@ function story(told) {
   const again = told.next_try_s === null ? null : h("p", { class: "note" }, `It is not tried again by itself for another ${seconds(told.next_try_s)}; an operator may at any time.`);
   if (!last) {
     const record = told.replicas.find((one) => one.reason) ?? told.replicas[0];
-    return [h("p", { class: "verdict" }, state(record?.state ?? told.state)), quoted(record?.reason || told.brief || "Nothing is on record against it."), again, unfit(told)].filter(Boolean);
+    const said = record?.reason || told.brief;
+    const none = stuck(told) ? null : h("p", {}, "Nothing is on record against it.");
+    return [h("p", { class: "verdict" }, state(record?.state ?? told.state)), said ? quoted(said) : none, stuck(told), again, unfit(told)].filter(Boolean);
   }
   const cold = last.outcome === "succeeded";
   const what = last.kind === "start" ? (cold ? "The restore" : "The start") : "The snapshot";
@@ -283,11 +285,20 @@ function story(told) {
     quoted(last.quote),
     last.remedy ? [h("h3", {}, "To mend it"), h("p", { class: "remedy" }, capital(last.remedy))] : [],
     last.fault ? h("p", { class: "note" }, FAULTS[last.fault] ?? last.fault) : null,
+    stuck(told),
     again,
     last.said && last.said !== last.quote ? h("details", {}, h("summary", {}, "All that was said"), quoted(last.said)) : null,
     earlier.length ? h("details", {}, h("summary", {}, `Before that: ${plural(earlier.length, "attempt")}`), h("ul", { class: "faults" }, earlier.map((one) => h("li", {}, `${moment(one.at_ms)} on ${one.host}, ${one.step}: ${one.quote}`)))) : null,
     unfit(told),
   ].flat().filter(Boolean);
+}
+
+/** Why nothing can start it now; null: a host can. */
+function stuck(told) {
+  if (!told.hosts.length) return h("p", {}, h("strong", {}, "No restorer reports"), ", so nothing can be started.");
+  const lacking = Object.entries(told.lacking);
+  if (!lacking.length) return null;
+  return h("div", {}, h("p", {}, h("strong", {}, `No host that reports can start ${told.model}:`)), h("ul", { class: "faults" }, lacking.map(([host, what]) => h("li", {}, `${host}: ${what}`))));
 }
 
 const quoted = (text) => h("pre", { class: "quote", tabindex: "0", role: "region", "aria-label": `Quoted: ${text.slice(0, 40)}` }, text);
