@@ -52,20 +52,20 @@ def why(
 
 def _lines(told: Story) -> Iterator[str]:
     stuck = [*_stuck(told)]
-    if not told.brief and not told.unfit:
-        yield f"{told.model} is {told.state}" + ("" if stuck else ": nothing is on record against it")
-        yield from (f"{one.id}: {one.reason}" for one in told.replicas if one.reason)
-        yield from stuck
-        return
-    yield f"{told.model} is {told.state}"
-    if told.tries:
-        yield from _attempt(told.tries[0])
+    clean = not (told.brief or told.unfit or told.tries or stuck)
+    yield f"{told.model} is {told.state}" + (": nothing is on record against it" if clean else "")
+    now = [one for one in told.tries if not one.past]
+    reasons = [f"{one.id}: {one.reason}" for one in told.replicas if one.reason]
+    if now:
+        yield from _attempt(now[0])
+    elif reasons:
+        yield from reasons
     elif told.brief:
         yield f"  {told.brief}"
     yield from stuck
     if told.next_try_s is not None:
         yield f"not tried again by itself for another {seconds(told.next_try_s)}; `rewake scale` tries at once"
-    for one in told.tries[1:]:
+    for one in told.tries[bool(now) :]:
         yield f"before that, {when(one.at_ms)} on {one.host}, {one.step}: {brief(one.quote, 200)}"
     for unfit in told.unfit:
         yield f"snapshot {unfit.id} on {unfit.host} is not used:"
