@@ -14,6 +14,7 @@ from pydantic import Field, field_validator
 from policies.drivers import Version, Word
 from policies.expose import Expose
 from policies.scalars import Count, PositiveSeconds, Section
+from policies.warming import Warming
 
 
 class Quarantine(Section):
@@ -56,6 +57,7 @@ class Restorer(Section):
     max_attempts: Count = 3
     """Tries of one job before its failure is final."""
     quarantine: Quarantine = Quarantine()
+    warm: Warming = Warming()
     lost_after_s: Annotated[float, Field(ge=6, allow_inf_nan=False)] = 10.0
     """A host that has not reported for so long, and whose replicas no gateway can connect to, is lost: others start anew what
     was there. At least 6."""

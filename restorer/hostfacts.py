@@ -11,10 +11,12 @@ import os
 import re
 import resource
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from policies.manifest import UNLIMITED, HostFacts, HugePool
+from policies.warming import Memory
 from restorer import cpuid
 from restorer.cpuid import ExtendedState
 from restorer.files import hash_file
@@ -158,16 +160,26 @@ def _limit(proc_root: Path, which: int) -> int | None:
     return UNLIMITED if hard == resource.RLIM_INFINITY else hard
 
 
-def _meminfo(proc_root: Path) -> int | None:
-    found = re.search(r"^MemTotal:\s*(\d+) kB", _line(proc_root / "meminfo") or "", re.MULTILINE)
+def _meminfo(proc_root: Path, name: str = "MemTotal") -> int | None:
+    found = re.search(rf"^{re.escape(name)}:\s*(\d+) kB", _line(proc_root / "meminfo") or "", re.MULTILINE)
     return None if found is None else int(found[1]) << 10
 
 
 def _memory(proc_root: Path, sys_root: Path) -> int | None:
     """The machine's memory, or what the cgroups that we are in leave of it."""
     total = _meminfo(proc_root)
-    if total is None:
-        return None
+    return None if total is None else min([total, *(group.limit for group in _groups(proc_root, sys_root))])
+
+
+class _Group(NamedTuple):
+    """A cgroup that we are in and that limits memory."""
+
+    limit: int
+    folder: Path
+    v2: bool
+
+
+def _groups(proc_root: Path, sys_root: Path) -> Iterator[_Group]:
     for line in (_line(proc_root / "self/cgroup") or "").splitlines():
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -179,8 +191,27 @@ def _memory(proc_root: Path, sys_root: Path) -> int | None:
                 if not folder.is_relative_to(root):
                     break
                 limit = _number(folder / ("memory.max" if v2 else "memory.limit_in_bytes"))
-                total = total if limit is None else min(total, limit)
-    return total
+                if limit is not None:
+                    yield _Group(limit, folder, v2)
+
+
+def memory_now(proc_root: Path = Path("/proc"), sys_root: Path = Path("/sys")) -> Memory:
+    """What of this host's memory is used for nothing, or for files that hardly anybody wants."""
+    names = ("MemFree", "Inactive(file)", "Mapped", "MemTotal")
+    free, inactive, mapped, total = (_meminfo(proc_root, name) or 0 for name in names)
+    found = [Memory(free, max(0, inactive - mapped), total)]
+    for limit, folder, v2 in _groups(proc_root, sys_root):
+        used = _number(folder / ("memory.current" if v2 else "memory.usage_in_bytes")) or 0
+        prefix = "" if v2 else "total_"
+        inactive, mapped = (_stat(folder, prefix + name) for name in ("inactive_file", "file_mapped" if v2 else "mapped_file"))
+        found.append(Memory(max(0, limit - used), max(0, inactive - mapped), min(limit, total)))
+    return min(found, key=lambda one: one.free + one.idle)
+
+
+def _stat(folder: Path, name: str) -> int:
+    """A line of a cgroup's ``memory.stat``; 0: it has none."""
+    found = re.search(rf"^{name} (\d+)$", _line(folder / "memory.stat") or "", re.MULTILINE)
+    return int(found[1]) if found else 0
 
 
 def _pools(sys_root: Path) -> tuple[HugePool, ...] | None:

@@ -25,6 +25,7 @@ from restorer.jobs import Claim, Outcome, Ranking
 from restorer.replicas import Replicas
 from restorer.suspects import Suspects
 from restorer.tasks import Tasks
+from restorer.warming import Warmer
 
 _TICK_S = 1.0
 _SUMMARY_EVERY = 5
@@ -41,6 +42,7 @@ class Worker:
         self._replicas = Replicas(host)
         self._suspects = Suspects(host, self._replicas)
         self._tasks = Tasks(host)
+        self._warmer = Warmer(host, lambda: self._summaries, self._running_models)
         self._jobs: set[asyncio.Task[None]] = set()
         self._held: dict[str, Held] = {}
         self._settled: dict[str, tuple[Outcome, Replica | None]] = {}
@@ -60,7 +62,14 @@ class Worker:
         host.fleet.mine = self._report_now
         await host.find_gpus()
         await self._prepare()
-        work = (self._listen(), self._keep_house(), self._claim_jobs(), self._tasks.run(), collector.run(host))
+        work = (
+            self._listen(),
+            self._keep_house(),
+            self._claim_jobs(),
+            self._tasks.run(),
+            collector.run(host),
+            self._warmer.run(),
+        )
         loops = [asyncio.create_task(loop) for loop in work]
         waiter = asyncio.create_task(stop.wait())
         try:
@@ -171,10 +180,12 @@ class Worker:
         self._jobs.add(task)
         weight = int(claim.job.kind is not JobKind.STOP)
         self._starting += weight
+        self._warmer.began()
 
         def ended(_: asyncio.Task[None]) -> None:
             self._jobs.discard(task)
             self._starting -= weight
+            self._warmer.ended()
             self._stale = True
             self._due.set()
 
@@ -283,6 +294,9 @@ class Worker:
                 log.warning("%s", error)
             tick += 1
             await asyncio.sleep(_TICK_S)
+
+    def _running_models(self) -> set[str]:
+        return {running.record.model for running in self._replicas.admitted().values()}
 
     def _measure(self) -> None:
         """How fast this host is, if that is not known: whoever restores next would like to know, and nobody waits for it now."""

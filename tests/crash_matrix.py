@@ -1,6 +1,7 @@
 """The crash matrix: each step of a capture and of a restore, and what can go wrong with it, against the real thing.
 
-``python tests/crash_matrix.py`` runs all of it and prints a table (``make crash-matrix``); a sample is part of the tests.
+``python tests/crash_matrix.py`` runs all of it and prints a table (``make crash-matrix``), and goes on where it was ended with
+``--resume``; a sample is part of the tests.
 One installation with the real CRIU, a small engine with GPU state in a driver of ours, its state on a small tmpfs. Steps are not
 listed here: they are what the journal says a capture and a restore consist of. A step is met by the restorer's step hook, which
 runs a program before each; the fault armed for that step is in a file that the program moves away and runs.
@@ -24,7 +25,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -171,10 +172,10 @@ class Matrix:
         os.environ["PATH"] = f"{self.folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
         self.system.start()
         self.expected = self._asked().removeprefix("200 cold ")
-        self.steps["capture"] = _names(self._last())
+        self.steps["capture"] = self._steps_with("dump")
         self._park()
         assert self._asked() == f"200 restored {self.expected}"
-        self.steps["restore"] = _names(self._last())
+        self.steps["restore"] = self._steps_with("verify bytes")
         self._park()
 
     def close(self) -> None:
@@ -361,9 +362,14 @@ class Matrix:
     def _trails(self) -> list[Trail]:
         return list(Journals(self.state / "journal").history())
 
-    def _last(self) -> Trail:
-        """The newest attempt that started something."""
-        return eventually(lambda: next((one for one in self._trails() if one.outcome == "succeeded"), None), "a journal's end")
+    def _steps_with(self, step: str) -> list[str]:
+        """All steps of the newest attempt that went through this one. Its end may be written a moment after it has answered."""
+
+        def ended() -> list[str] | None:
+            found = (_names(one) for one in self._trails() if one.outcome == "succeeded")
+            return next((names for names in found if step in names), None)
+
+        return eventually(ended, f"the end of an attempt with {step!r} in the journal", _SETTLE_S)
 
 
 def strike(signal_name: str, mark: str) -> int:
@@ -410,6 +416,7 @@ def matrix() -> Iterator[Matrix]:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Run the crash matrix.")
     parser.add_argument("--only", default="", help="cases whose name holds this text")
+    parser.add_argument("--resume", action="store_true", help="leave out what held in the run whose results are in --out")
     parser.add_argument("--out", type=Path, default=ROOT / "build/crash-matrix.json")
     parser.add_argument("--strike", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -417,22 +424,35 @@ def main() -> int:
         return strike(*options.strike)
     with matrix() as made:
         cases = [case for case in made.cases() if options.only in str(case)]
-        results = []
+        rows = {row["case"]: row for row in _before(options.out) if not row["faults"]} if options.resume else {}
         for number, case in enumerate(cases, 1):
+            if str(case) in rows:
+                continue
             result = made.run(case)
-            results.append(result)
+            rows[str(case)] = _row(result)
             verdict = "held" if not result.faults else "BROKEN: " + " | ".join(result.faults)
             print(f"{number:3}/{len(cases)} {result.seconds:5.1f} s  {case!s:55} {result.answer[:24]:24} {verdict}", flush=True)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    rows = [
-        {"flow": one.case.flow, "step": one.case.step, "fault": one.case.fault, "answer": one.answer, "faults": one.faults,
-         "seconds": one.seconds}
-        for one in results
-    ]  # fmt: skip
-    options.out.write_text(json.dumps({"steps": made.steps, "cases": rows}, indent=1))
-    broken = [one for one in results if one.faults]
-    print(f"{len(results) - len(broken)} of {len(results)} cases held; {options.out}")
-    return 1 if broken else 0
+            # After each, since all of them take the better part of an hour.
+            _written(options.out, {"steps": made.steps, "cases": list(rows.values())})
+    mine = [rows[str(case)] for case in cases]
+    held = sum(not row["faults"] for row in mine)
+    print(f"{held} of {len(mine)} cases held; {options.out}")
+    return 0 if mine and held == len(mine) else 1
+
+
+def _row(result: Result) -> dict[str, Any]:
+    return {"case": str(result.case), "answer": result.answer, "faults": result.faults, "seconds": result.seconds}
+
+
+def _before(path: Path) -> list[dict[str, Any]]:
+    return list(json.loads(path.read_bytes())["cases"]) if path.exists() else []
+
+
+def _written(path: Path, found: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(found, indent=1))
+    part.replace(path)
 
 
 if __name__ == "__main__":

@@ -132,7 +132,15 @@ class Installation:
             "state_dir": str(folder / "state"),
             "run_dir": str(self.run_dir),
             "gateway": {"port": self.port, "workers": 2},
-            "restorer": {"criu": str(wrapper), "network": network, "criu_timeout_s": CRIU_TIMEOUT_S, "lease_s": 4, **restorer},
+            "restorer": {
+                "criu": str(wrapper),
+                "network": network,
+                "criu_timeout_s": CRIU_TIMEOUT_S,
+                "lease_s": 4,
+                # What is cold for a test stays so.
+                "warm": {"enabled": False},
+                **restorer,
+            },
             "models": models,
         }
         self.config = folder / "rewake.yaml"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e_installation import ROOT, Installation, a_place, manifest_of, needed, network
+from e2e_installation import ROOT, Installation, a_place, eventually, manifest_of, needed, network
 
 from policies import floor
 from policies.replica import Replica
@@ -139,6 +139,25 @@ def test_restore_case_10_one_two_and_four_clones_and_none_of_them_starves(system
         assert max(took[count]) < 5 * statistics.median(took[count]) + 2
         system.park("big")
     assert max(took[4]) < 8 * took[1][0] + 5, took
+
+
+def test_what_was_read_past_the_page_cache_is_in_it_for_the_next_restore(system: Installation, snapshot: Path) -> None:
+    """Read there while nothing is to be started, once the switch is on."""
+    (bulk,) = (snapshot / "images").glob("bulk-*.img")
+    off = system.settings["restorer"]
+    system.configure(restorer={**off, "warm": {"keep_free": 0.05}})
+    assert system.cli("reload").returncode == 0
+    try:
+        evicted(bulk)
+        first = {stage.name: stage for stage in restored(system).stages}
+        system.park("big")
+        eventually(lambda: pagecache.tier([bulk]) == "page cache", "the snapshot in the page cache", 60)
+        again = {stage.name: stage for stage in restored(system).stages}
+        assert (first["fill memory"].tier, again["fill memory"].tier) == ("disk", "page cache")
+        system.park("big")
+    finally:
+        system.configure(restorer=off)
+        assert system.cli("reload").returncode == 0
 
 
 def test_memory_of_a_container_is_taken_out_and_filled_too(system: Installation) -> None:

@@ -90,6 +90,8 @@ class Variant:
         self.images = files_in(snapshot / "images")
         mapped = [Path(file["path"]) for file in self.manifest["files"]]
         own = [] if name == "memory" else [gguf]
+        self.moves = [*self.images, *own]
+        """What the yardstick reads: all that must be read until the canary is answered."""
         libraries = [path for path in mapped if path != gguf]
         self.reads = {
             "cold start": [gguf, *libraries],
@@ -116,21 +118,29 @@ class Variant:
 
 
 def judged(found: dict[str, Any], rates: Rates, stick: dict[str, float], manifest: dict[str, Any]) -> dict[str, Any]:
-    """One restore of ours: beside the floor that Rewake's own probe makes, and, without its canary, beside the yardstick."""
+    """One restore of ours: beside the floor that Rewake's own probe makes, and beside the yardstick.
+
+    Beside that goes what moves its bytes: without the canary if they are the engine's memory, with it if they are mapped, since
+    then the canary is what needs them.
+    """
     record = Replica.model_validate(found.pop("record"))
     stages, floor_s = floor.judged(record.stages, rates, canary_s=manifest["canary_s"])
     account = floor.account(record.model_copy(update={"stages": tuple(stages), "floor_s": floor_s}))
     assert account is not None
-    moved_s = account.took_s - sum(stage.seconds for stage in stages if stage.name == "canary")
-    least_s = stick["cache"] if found["tier"] == "page cache" else max(stick["disk"], stick["fill"])
+    canary_s = sum(stage.seconds for stage in stages if stage.name == "canary")
+    mapped, cold = found["variant"] == "mapped", found["tier"] == "disk"
+    moved_s = account.took_s - (0.0 if mapped else canary_s)
+    # What is mapped is used where it lies: from the page cache nothing moves.
+    fill_s, cached_s = (0.0, None) if mapped else (stick["fill"], stick["cache"])
+    least_s = max(stick["disk"], fill_s) if cold else cached_s
     return {
         **found,
         "took_s": record.took_s,
         "floor_s": floor_s,
         "ratio": account.ratio,
         "moved_s": moved_s,
-        "least_s": least_s,
-        "moved_ratio": moved_s / least_s,
+        "without_canary_s": account.took_s - canary_s,
+        **({"least_s": least_s, "moved_ratio": moved_s / least_s} if least_s is not None else {}),
         "account": account.text,
         "choices": record.choices,
         "stages": [stage.model_dump() for stage in stages],
@@ -165,7 +175,7 @@ def rounds(variants: Sequence[Variant], options: argparse.Namespace) -> list[dic
                         continue
                     one = {"round": number, **variant.run(contender, tier)}
                     if contender == "rewake":
-                        rates, stick = asyncio.run(rates_now()), yardstick(variant.images)
+                        rates, stick = asyncio.run(rates_now()), yardstick(variant.moves)
                         one = judged(one, rates, stick, variant.manifest) | {"rates": rates.model_dump()}
                     found.append(one)
                     with (WORK / "runs.jsonl").open("a") as file:
@@ -192,16 +202,15 @@ def ratios(found: Sequence[dict[str, Any]], variant: str, tier: str) -> dict[str
         return [one["seconds"] for one in found if _is(one, variant, tier, contender)]
 
     ours = [one for one in found if _is(one, variant, tier, "rewake")]
-    result = {
-        "vs_floor": statistics.median(one["ratio"] for one in ours),
-        "without_canary_vs_yardstick": statistics.median(one["moved_ratio"] for one in ours),
-    }
+    result = {"vs_floor": statistics.median(one["ratio"] for one in ours)}
+    if moved := [one["moved_ratio"] for one in ours if "moved_ratio" in one]:
+        result["vs_yardstick"] = statistics.median(moved)
     for name, contender in (("cold_start", "cold start"), ("plain_criu", "criu"), ("lazy_criu", "criu lazy")):
         if theirs := seconds(contender):
             result[f"times_faster_than_{name}"] = statistics.median(theirs) / statistics.median(seconds("rewake"))
     alive = [one["restored"] for one in found if _is(one, variant, tier, "criu")]
     result["without_canary_times_faster_than_plain_criu"] = statistics.median(alive) / statistics.median(
-        one["moved_s"] for one in ours
+        one["without_canary_s"] for one in ours
     )
     return {name: round(value, 2) for name, value in result.items()}
 
@@ -213,18 +222,19 @@ def _is(one: dict[str, Any], variant: str, tier: str, contender: str) -> bool:
 def show(result: dict[str, Any]) -> None:
     for variant in result["ratios"]:
         table = Table(title=f"weights {variant}: seconds to the first token, medians", title_justify="left")
-        for title in ("", *CONTENDERS, "floor", "x floor", "without canary", "yardstick", "x yardstick"):
+        for title in ("", *CONTENDERS, "floor", "x floor", "without canary", "its bytes", "yardstick", "x yardstick"):
             table.add_column(title, justify="right" if title else "left")
         for tier in TIERS:
             seconds = [median(result["runs"], "seconds", variant=variant, tier=tier, contender=one) for one in CONTENDERS]
             least = median(result["runs"], "floor_s", variant=variant, tier=tier)
             found = result["ratios"][variant][tier]
             cells = ["-" if value is None else f"{value:.2f}" for value in (*seconds, least)]
-            moved, stick = (median(result["runs"], key, variant=variant, tier=tier) for key in ("moved_s", "least_s"))
-            cells += [f"{found['vs_floor']:.2f}", f"{moved:.2f}"]
-            # A dump without weights in it is so small that its bytes are not what takes the time.
-            if result["snapshot_bytes"][variant] >= 1 << 30:
-                cells += [f"{stick:.2f}", f"{found['without_canary_vs_yardstick']:.2f}"]
+            alive, moved, stick = (
+                median(result["runs"], key, variant=variant, tier=tier) for key in ("without_canary_s", "moved_s", "least_s")
+            )
+            cells += [f"{found['vs_floor']:.2f}", f"{alive:.2f}"]
+            if stick is not None:
+                cells += [f"{moved:.2f}", f"{stick:.2f}", f"{found['vs_yardstick']:.2f}"]
             table.add_row(tier, *cells)
         console.print(table)
     table = Table(title="clones of one snapshot, from the page cache", title_justify="left")
@@ -271,7 +281,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
         "model_bytes": gguf.stat().st_size,
         "snapshot_bytes": {variant.name: variant.manifest["bytes"] for variant in variants},
         "headline": {
-            "restore_cold_vs_floor": first["without_canary_vs_yardstick"],
+            "restore_cold_vs_floor": first["vs_yardstick"],
             "restore_cold_vs_own_floor": first["vs_floor"],
             "restore_vs_cold_start": first["times_faster_than_cold_start"],
             "restore_vs_plain_criu": first["times_faster_than_plain_criu"],

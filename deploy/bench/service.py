@@ -40,7 +40,15 @@ class Service:
             "state_dir": str(self.state),
             "run_dir": str(self.run_dir),
             "gateway": {"port": self._port},
-            "restorer": {"criu": str(criu), "network": NETWORK, "parallel_starts": 4, "max_attempts": 1, "criu_timeout_s": 300},
+            "restorer": {
+                "criu": str(criu),
+                "network": NETWORK,
+                "parallel_starts": 4,
+                "max_attempts": 1,
+                "criu_timeout_s": 300,
+                # What is cold stays so.
+                "warm": {"enabled": False},
+            },
             "models": models,
         }
         self._config.write_text(yaml.safe_dump(document, sort_keys=False))
