@@ -10,7 +10,7 @@ from setuptools import setup
 
 HOT = {
     "gateway": "access affinity answering body claim connection current decisions dialects envelope epilogue eta exchange "
-    "fastpath ledger life limits metrics outbox passing permits plain registry relay trail usage waitroom",
+    "fastpath ledger life limits metrics outbox passing permits plain registry relay sampling trail usage waitroom",
     "policies": "balance fair health",
 }
 """What a plain request runs through. They call each other without the interpreter only if they are compiled together."""

@@ -83,12 +83,14 @@ class Known:
     """What follows from one head alone. Clients repeat their heads, so a connection keeps the last one's; what depends on the
     configuration holds for one."""
 
-    __slots__ = ("client", "config", "errands", "form", "id", "repeated", "tenant")
+    __slots__ = ("client", "config", "errands", "form", "id", "repeated", "tenant", "traceparent")
 
     def __init__(self, headers: Mapping[str, str]) -> None:
         self.id = envelope.given_id(headers)
         """The client's own; empty: it has none."""
-        self.repeated = repeated(headers)
+        self.repeated = headers.get("x-stainless-retry-count", "0") != "0"
+        """Its client says that it has sent this request before."""
+        self.traceparent = headers.get("traceparent", "")
         self.config: Config | None = None
         self.tenant = ""
         self.client = ""
@@ -141,17 +143,22 @@ class Decisions:
         self._eta = eta
         self._metrics = metrics
         self._tracer = tracer
+        self._sampler = None if tracer is None else tracer.sampler
         steps = (metrics.account, log.write)
         self._epilogue = Epilogue(*steps) if tracer is None else Epilogue(*steps, tracer.ended)
         metrics.gather = self._epilogue.settle
         self._wall = time.time
 
-    def begin(self, head: Head, found: Found, repeated: bool) -> Trail:
-        """1. The facts of a request whose head has arrived; ``repeated``: its client says that it is a repetition."""
-        trail = Trail(head.id, found.route.name, head.received, head.method, repeated)
+    def begin(self, head: Head, found: Found, known: Known) -> Trail:
+        """1. The facts of a request whose head has arrived."""
+        trail = Trail(head.id, found.route.name, head.received, head.method, known.repeated)
         trail.client = head.peer or ""
-        if self._tracer is not None:
-            trail.trace = self._tracer.begin(head.headers)
+        if self._tracer is None or self._sampler is None:
+            return trail
+        if known.traceparent:
+            trail.trace = self._tracer.begin(known.traceparent)
+        elif self._sampler.chosen():
+            trail.trace = self._tracer.drawn()
         return trail
 
     def identify(self, head: Head, trail: Trail) -> str:
@@ -361,8 +368,3 @@ class Decisions:
         trail.seconds = now - trail.since
         trail.ended = self._wall()
         self._epilogue.add(trail)
-
-
-def repeated(headers: Mapping[str, str]) -> bool:
-    """The client says that it has sent this request before."""
-    return headers.get("x-stainless-retry-count", "0") != "0"

@@ -244,7 +244,7 @@ class FastProtocol:
         self._busy = True
         path.life.opened()
         self.answering = Answering(self, head, request.found)
-        trail = decide.begin(head, request.found, known.repeated)
+        trail = decide.begin(head, request.found, known)
         claim: Claim | None = None
         try:
             order = decide.prepare(head, request.found, body, trail, known)

@@ -11,7 +11,7 @@ from collections.abc import Awaitable
 
 from gateway import dialects, edits, errors, hold, websocket
 from gateway.claim import Claim, Refused
-from gateway.decisions import Decisions, Order, repeated
+from gateway.decisions import Decisions, Known, Order
 from gateway.downstream import ClientGone, Downstream
 from gateway.envelope import Pairs
 from gateway.errors import GatewayError
@@ -74,7 +74,7 @@ class Proxy:
         Raises:
             GatewayError: there is no answer of a replica, and nothing has been sent to the client.
         """
-        trail = self._decide.begin(head, found, repeated(head.headers))
+        trail = self._decide.begin(head, found, Known(head.headers))
         await self._to_its_end(self._served(head, found, source, down, trail), trail, head, found, down)
 
     async def go(self, order: Order, down: Downstream, claim: Claim | None) -> None:

@@ -15,6 +15,7 @@ from typing import Protocol
 
 from gateway import logs, whereabouts
 from gateway.errors import StoreUnavailable
+from gateway.sampling import Sampler
 from gateway.trail import Trace, Trail
 from policies.config import Config, Model
 from policies.observing import Tracing
@@ -100,7 +101,7 @@ class Tracer:
     """
 
     def __init__(self, settings: Tracing, out: Outlet, *, address: tuple[str, int]) -> None:
-        self._sample = settings.sample
+        self.sampler = Sampler(settings.sample)
         self._out = out
         self._address = address
         self._clock = asyncio.get_running_loop().time
@@ -108,15 +109,16 @@ class Tracer:
         self._held: dict[str, dict[Trail, None]] = {}
         self._asked: dict[str, tuple[Context, Context]] = {}
 
-    def begin(self, headers: Mapping[str, str]) -> Trace | None:
-        """The trace of a request whose head has arrived; None: it is in none."""
-        given = headers.get("traceparent")
-        if given is None and self._random.random() >= self._sample:
-            return None
+    def begin(self, given: str) -> Trace | None:
+        """The trace of a request that came with this ``traceparent``, empty: with none; None: it is in no trace."""
         parent = Context.of(given)
         if parent is None:
-            return self._new(None) if given is None or self._random.random() < self._sample else None
+            return self.drawn() if self.sampler.chosen() else None
         return self._new(parent) if parent.sampled else None
+
+    def drawn(self) -> Trace:
+        """The trace of a request that the sampler has chosen."""
+        return self._new(None)
 
     def held(self, headers: Mapping[str, str], trail: Trail) -> None:
         """It has to wait: whoever waits is traced, unless its client said no."""
