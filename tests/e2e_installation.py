@@ -22,9 +22,12 @@ import yaml
 from conftest import require_root
 
 from policies.manifest import Manifest, canonical
+from restorer.modules import ROOT as PACKAGES
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[1]
+PROGRAM = PACKAGES / "rewake.py"
+"""The command as these tests themselves import it: over the compiled form it is that one's."""
 PROMPT = {"prompt": "The capital of France is", "max_tokens": 4, "temperature": 0, "seed": 1}
 CRIU_TIMEOUT_S = 6
 WRAPPER = """#!/bin/sh
@@ -156,7 +159,7 @@ class Installation:
 
     def start(self) -> None:
         with (self.folder / "up.log").open("ab") as log:
-            argv = [sys.executable, str(ROOT / "rewake.py"), "up", "-c", str(self.config)]
+            argv = [sys.executable, str(PROGRAM), "up", "-c", str(self.config)]
             self.up = subprocess.Popen(argv, stdout=log, stderr=log, cwd=ROOT, start_new_session=True)
         eventually(self.ready, f"ready; see {self.folder / 'up.log'}", 90)
 
@@ -201,7 +204,7 @@ class Installation:
             flag.unlink()
 
     def cli(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        argv = [sys.executable, str(ROOT / "rewake.py"), *arguments, "-c", str(self.config)]
+        argv = [sys.executable, str(PROGRAM), *arguments, "-c", str(self.config)]
         return subprocess.run(argv, capture_output=True, text=True, timeout=90, cwd=ROOT, check=False)
 
     def admin(self, path: str, body: Any = None) -> Any:

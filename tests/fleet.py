@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import httpx
 import yaml
 from conftest import VALKEY, require_root
-from e2e_installation import PROMPT, ROOT, a_place, eventually, processes
+from e2e_installation import PROGRAM, PROMPT, ROOT, a_place, eventually, processes
 
 T = TypeVar("T", "Node", "FleetHost", "FleetGateway")
 STREAM = {"prompt": "The capital of France is", "max_tokens": 4, "stream": True}
@@ -64,7 +64,7 @@ class Node:
 
     def run(self, log: Path, *argv: str) -> subprocess.Popen[bytes]:
         """Start a program of ours in it."""
-        enter = ["nsenter", f"--net=/run/netns/{self.namespace}", "--", sys.executable, str(ROOT / "rewake.py"), *argv]
+        enter = ["nsenter", f"--net=/run/netns/{self.namespace}", "--", sys.executable, str(PROGRAM), *argv]
         with log.open("ab") as out:
             return subprocess.Popen(enter, stdout=out, stderr=out, cwd=ROOT, start_new_session=True)
 

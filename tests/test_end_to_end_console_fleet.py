@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 from browser import Browser, Page, axe, browser_of, expect, page_of, picture, tab_to
-from e2e_installation import ROOT, eventually
+from e2e_installation import PROGRAM, ROOT, eventually
 from fleet import Fleet, fleet, streaming
 
 pytestmark = pytest.mark.criu
@@ -43,7 +43,7 @@ def page(browser: Browser, pair: Fleet) -> Iterator[Page]:
 
 
 def cli(pair: Fleet, *arguments: str) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, str(ROOT / "rewake.py"), *arguments, "-c", str(pair.gateways[0].config)]
+    argv = [sys.executable, str(PROGRAM), *arguments, "-c", str(pair.gateways[0].config)]
     return subprocess.run(argv, capture_output=True, text=True, timeout=90, cwd=ROOT, check=False)
 
 
