@@ -11,8 +11,8 @@ CLIENTS := build/clients
 COMPILED := build/compiled
 NATIVE := build/native
 GGUF := $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
-DATA_PATH := access affinity cut edits envelope epilogue eta fastpath hold intake late metrics oracle outbox permits proxy registry reuse \
-    tracing usage wire
+DATA_PATH := access affinity cut edits envelope epilogue eta fastpath hold intake late limits metrics oracle outbox permits proxy registry \
+    reuse sampling tracing usage wire
 VENV := .venv
 BIN := $(VENV)/bin
 # Each editable install is warned of by a screenful that nobody can do anything about.

@@ -34,6 +34,7 @@ _MAX_COMMON: Final = 1024
 _TWO_DIGITS: Final = tuple(f"{number:02d}" for number in range(100))
 _NUMBERS: Final = tuple(str(number) for number in range(1000))
 """Most are small, and to look one up takes a tenth of making it."""
+_UNTRACED: Final = ',"trace_id":""}\n'
 _WHOLE = select.PIPE_BUF
 """Bytes that one write puts into a pipe in one piece, whoever else writes there."""
 _WHOLE_FILE = 64 << 10
@@ -72,7 +73,7 @@ class Log:
         self._common: dict[_Common, str] = {}
         self._second = self._millisecond = -1
         """Since the epoch, of the last line; requests that end together share their texts."""
-        self._to_the_second = self._stamp = ""
+        self._to_the_second = self._begun = ""
         self._waiting: deque[bytes] = deque()
         self._dropped = 0
         self._said = 0
@@ -152,15 +153,15 @@ class Log:
         if millisecond != self._millisecond:
             self._now_is(millisecond)
         id = _ENCODER.encode(trail.id).decode()  # the client may have chosen it
+        waited = _short(trail.waited_s) if trail.waited_s else "0.0"
         first = "null" if trail.first_byte_s is None else _short(trail.first_byte_s)
         prompt = "null" if trail.prompt_tokens is None else _number(trail.prompt_tokens)
         completion = "null" if trail.completion_tokens is None else _number(trail.completion_tokens)
-        trace = "" if trail.trace is None else trail.trace.id
+        end = _UNTRACED if trail.trace is None else f',"trace_id":"{trail.trace.id}"}}\n'
         line = (
-            f'{{"time":"{self._stamp}","request_id":{id},{self._shared(trail)}'
-            f'"waited_s":{_short(trail.waited_s)},"ttft_s":{first},"duration_s":{_short(trail.seconds)},'
+            f'{self._begun}{id}{self._shared(trail)}{waited},"ttft_s":{first},"duration_s":{_short(trail.seconds)},'
             f'"bytes_in":{_number(trail.bytes_in)},"bytes_out":{_number(trail.bytes_out)},'
-            f'"prompt_tokens":{prompt},"completion_tokens":{completion},"trace_id":"{trace}"}}\n'
+            f'"prompt_tokens":{prompt},"completion_tokens":{completion}{end}'
         )
         return line.encode()
 
@@ -170,7 +171,8 @@ class Log:
             self._second, self._to_the_second = second, _to_the_second(second)
         rest = millisecond % 1000
         self._millisecond = millisecond
-        self._stamp = f"{self._to_the_second}.{_NUMBERS[rest // 100]}{_TWO_DIGITS[rest % 100]}Z"
+        stamp = f"{self._to_the_second}.{_NUMBERS[rest // 100]}{_TWO_DIGITS[rest % 100]}Z"
+        self._begun = f'{{"time":"{stamp}","request_id":'
 
     def _shared(self, trail: Trail) -> str:
         """The fields that it has in common with many others, as text."""
@@ -194,7 +196,7 @@ class Log:
             if len(self._common) >= _MAX_COMMON:
                 self._common.clear()
             fields = dict(zip(_COMMON, common, strict=True))
-            text = self._common[common] = _ENCODER.encode(fields)[1:-1].decode() + ","
+            text = self._common[common] = f',{_ENCODER.encode(fields)[1:-1].decode()},"waited_s":'
         return text
 
 

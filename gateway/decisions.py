@@ -70,13 +70,16 @@ class Frame:
         after: the rest of it, without the body's length.
     """
 
-    __slots__ = ("after", "before", "replica", "start")
+    __slots__ = ("after", "before", "digits", "length", "replica", "start")
 
     def __init__(self, before: bytes, after: bytes, replica: Replica) -> None:
         self.before = before
         self.after = after
         self.start = replica.start or "cold"
         self.replica = replica.id
+        self.length = 0
+        """Of the last body; and as it stood on the wire, since clients repeat themselves."""
+        self.digits = b"0"
 
 
 class Known:

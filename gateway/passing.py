@@ -328,7 +328,9 @@ def _request(decide: Decisions, order: Order, replica: Replica, pool: Connection
     id, trace = order.head.id, order.trail.trace
     if trace is not None:
         id = f"{id}\r\n{_TRACE}: {trace.outward}"
-    return b"%b%b%b%b\r\n\r\n%b" % (frame.before, id.encode(), frame.after, str(len(data)).encode(), data)
+    if frame.length != len(data):
+        frame.length, frame.digits = len(data), str(len(data)).encode()
+    return b"%b%b%b%b\r\n\r\n%b" % (frame.before, id.encode(), frame.after, frame.digits, data)
 
 
 def _head(outgoing: Outgoing, host: str, id: str, *, traced: bool) -> tuple[bytes, bytes]:
