@@ -72,3 +72,12 @@ async def test_what_somebody_watches_for_waits_for_nobody_and_passes_nobody() ->
     assert wires[0].sent == []
     box.put(transports[0], b"b", now=True)
     assert wires[0].sent == [b"a", b"b"]
+
+
+async def test_nor_does_it_wait_until_other_connections_have_theirs() -> None:
+    box, wires, transports = outbox(64)
+    box.put(transports[0], b"a")
+    box.put(transports[1], b"b", now=True)
+    assert (wires[0].sent, wires[1].sent) == ([], [b"b"])
+    await asyncio.sleep(0)
+    assert (wires[0].sent, wires[1].sent) == ([b"a"], [b"b"])
