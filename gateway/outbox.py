@@ -29,7 +29,7 @@ class Outbox:
         self._waiting: list[tuple[asyncio.Transport, bytes]] = []
 
     def put(self, transport: asyncio.Transport, data: bytes, now: bool = False) -> None:
-        """Send it before the loop waits for anything; ``now``: somebody watches for it, and it waits for no other connection's."""
+        """Send it before the loop waits for anything; ``now``: somebody watches for it, so it waits for no other connection's."""
         if now and not any(other is transport for other, _ in self._waiting):
             if not transport.is_closing():
                 transport.write(data)
