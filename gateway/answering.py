@@ -97,11 +97,11 @@ class Answering:
         else:
             self._pending.append(data)
 
-    def whole(self, status: int, head: str, body: bytes) -> None:
+    def whole(self, status: int, head: bytes, body: bytes) -> None:
         """Head and body at once, the body as long as the head says."""
         self.begun, self.status = True, status
         if self._client.transport is not None:
-            self._client.outbox.put(self._client.transport, head.encode("latin-1") + body)
+            self._client.outbox.put(self._client.transport, head + body)
 
     def flush(self) -> None:
         """Send what there is, in one write, with those of others."""

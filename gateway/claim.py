@@ -51,7 +51,19 @@ class Ticket:
 class Claim:
     """A hold on a place or a slot; a context manager, left exactly once and without awaiting."""
 
-    __slots__ = ("_room", "_waiter", "on_decided", "place", "refused", "replica", "since", "ticket", "timer", "trial")
+    __slots__ = (
+        "_room",
+        "_waiter",
+        "incarnation",
+        "on_decided",
+        "place",
+        "refused",
+        "replica",
+        "since",
+        "ticket",
+        "timer",
+        "trial",
+    )
 
     def __init__(self, room: Waitroom, ticket: Ticket) -> None:
         self._room = room
@@ -59,6 +71,8 @@ class Claim:
         self.ticket = ticket
         self.replica: Replica | None = None
         """Where the request may be sent, as soon as that is decided."""
+        self.incarnation = ""
+        """That replica's."""
         self.refused: Refused | None = None
         """Why it may wait no more."""
         self.on_decided: Callable[[], None] | None = None

@@ -7,7 +7,7 @@ all that awaits, and in the same words. Decides nothing.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Final, cast
 
 import httptools
 
@@ -20,8 +20,8 @@ from policies.replica import Replica
 if TYPE_CHECKING:
     from gateway.passing import Passing, Shape
 
-_MAX_HEAD = 64 << 10
-_MAX_KNOWN = 256
+_MAX_HEAD: Final = 64 << 10
+_MAX_KNOWN: Final = 256
 """Heads that an incarnation's answers are known by: they differ in their length, and with some engines in the time."""
 
 
@@ -31,9 +31,10 @@ class Whole:
 
     Args:
         shape: how it is passed on, as far as that is known.
+        pieces: the head as it is passed on, with the request's id between them; as far as the shape is known.
     """
 
-    __slots__ = ("headers", "length", "reason", "shape", "status")
+    __slots__ = ("headers", "length", "pieces", "reason", "shape", "status")
 
     def __init__(self, status: int, reason: str, headers: Pairs, length: int) -> None:
         self.status = status
@@ -41,6 +42,7 @@ class Whole:
         self.headers = headers
         self.length = length
         self.shape: Shape | None = None
+        self.pieces: list[bytes] = []
 
 
 class Connection:
@@ -125,15 +127,17 @@ class Connection:
             # Nobody asked: whatever this is, it must not become the next answer's beginning.
             self.close()
             return
-        first, self._received = not self._received, True
-        end = data.find(b"\r\n\r\n") if first else -1
-        known = self._pool.known.get(data[:end]) if end > 0 else None
-        if known is not None and len(data) == end + 4 + known.length:
-            self._sink = None
-            self.reused = True
-            self._pool.give_back(self)
-            sink.whole(known, data[end + 4 :])
-            return
+        head, blank, body = b"", b"", b""
+        if not self._received:
+            self._received = True
+            head, blank, body = data.partition(b"\r\n\r\n")
+            known = self._pool.known.get(head) if blank else None
+            if known is not None and len(body) == known.length:
+                self._sink = None
+                self.reused = True
+                self._pool.give_back(self)
+                sink.whole(known, body)
+                return
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -146,8 +150,8 @@ class Connection:
                 self._fail(f"it is not valid HTTP: {error}")
         else:
             if self._done:
-                if end > 0 and self._keep and not self._extra:
-                    self._learn(data[:end], len(data) - end - 4)
+                if head and blank and self._keep and not self._extra:
+                    self._learn(head, len(body))
                 # Only now: whoever hears of it may send the next request, whose answer this read must not begin.
                 self._complete()
             elif not self._informed:
@@ -261,6 +265,7 @@ class Connections:
         self.outbox = outbox
         self._loop = asyncio.get_running_loop()
         self._replica = replica
+        self.incarnation = replica.incarnation
         self._idle: list[Connection] = []
         self.alive: set[Connection] = set()
         self.ended = False

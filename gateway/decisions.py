@@ -6,9 +6,9 @@ between these steps, :mod:`gateway.fastpath` takes them without a task. The numb
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Final
 
 from gateway import access, affinity, dialects, edits, envelope, errors, intake, logs, usage, websocket
 from gateway.body import Body, Form, document
@@ -36,8 +36,9 @@ from policies.config import Config, Model
 from policies.health import Outcome, outcome_of
 from policies.replica import Replica
 
+_OK: Final = Outcome.OK
 _OUTCOMES = {"restore_failed": "failed", "shutting_down": "shutdown", "queue_full": "full", "queue_bytes_full": "full"}
-_MAX_ERRANDS = 16
+_MAX_ERRANDS: Final = 16
 """Models that one connection asks for in turn."""
 
 
@@ -55,18 +56,39 @@ class Errand:
         self.spec = spec
         self.dialect = dialect
         self.edited = edited
-        self.frames: dict[str, tuple[bytes, bytes]] = {}
-        """For each replica's host the head that it shall get, but for the request's id and the body's length:
-        :mod:`gateway.passing` keeps it here."""
+        self.keyed = spec.balance in affinity.KEYED
+        self.first_byte_timeout_s = spec.first_byte_timeout_s
+        self.frames: dict[str, Frame] = {}
+        """By incarnation; :mod:`gateway.passing` keeps them here."""
+
+
+class Frame:
+    """How an errand goes to one incarnation.
+
+    Args:
+        before: the head that the replica shall get, as far as the request's id.
+        after: the rest of it, without the body's length.
+    """
+
+    __slots__ = ("after", "before", "replica", "start")
+
+    def __init__(self, before: bytes, after: bytes, replica: Replica) -> None:
+        self.before = before
+        self.after = after
+        self.start = replica.start or "cold"
+        self.replica = replica.id
 
 
 class Known:
-    """What follows from one head alone. Clients repeat their heads, so a connection keeps the last one's; it holds for one
-    configuration."""
+    """What follows from one head alone. Clients repeat their heads, so a connection keeps the last one's; what depends on the
+    configuration holds for one."""
 
-    __slots__ = ("client", "config", "errands", "form", "tenant")
+    __slots__ = ("client", "config", "errands", "form", "id", "repeated", "tenant")
 
-    def __init__(self) -> None:
+    def __init__(self, headers: Mapping[str, str]) -> None:
+        self.id = envelope.given_id(headers)
+        """The client's own; empty: it has none."""
+        self.repeated = repeated(headers)
         self.config: Config | None = None
         self.tenant = ""
         self.client = ""
@@ -122,13 +144,11 @@ class Decisions:
         steps = (metrics.account, log.write)
         self._epilogue = Epilogue(*steps) if tracer is None else Epilogue(*steps, tracer.ended)
         metrics.gather = self._epilogue.settle
-        # To ask which loop is running costs a system call.
-        self._clock, self._wall = asyncio.get_running_loop().time, time.time
+        self._wall = time.time
 
-    def begin(self, head: Head, found: Found) -> Trail:
-        """1. The facts of a request whose head has arrived."""
-        repeated = head.headers.get("x-stainless-retry-count", "0") != "0"
-        trail = Trail(head.id, found.route.name, head.received, method=head.method, client_retry=repeated)
+    def begin(self, head: Head, found: Found, repeated: bool) -> Trail:
+        """1. The facts of a request whose head has arrived; ``repeated``: its client says that it is a repetition."""
+        trail = Trail(head.id, found.route.name, head.received, head.method, repeated)
         trail.client = head.peer or ""
         if self._tracer is not None:
             trail.trace = self._tracer.begin(head.headers)
@@ -167,7 +187,7 @@ class Decisions:
         if not found.route.wakes and not self._registry.available(model):
             raise errors.NotRunning(f"Model {model!r} is not running, and {found.route.name} does not start it.")
         together = ""
-        if spec.balance in affinity.KEYED:
+        if errand.keyed:
             together = affinity.key(spec.balance, tenant=tenant, headers=head.headers, body=body.data)
         ticket = Ticket(model, body.size, head.received + errand.patience_s, tenant, together)
         return Order(head, found, body, ticket, trail, errand)
@@ -234,9 +254,13 @@ class Decisions:
 
     def dispatched(self, order: Order, replica: Replica) -> None:
         """8. It goes to this replica."""
+        self.sent(order, replica, replica.incarnation, replica.id, replica.start or "cold")
+
+    def sent(self, order: Order, replica: Replica, incarnation: str, id: str, start: str) -> None:
+        """The same, for who knows already what its record says."""
         trail, ticket = order.trail, order.ticket
-        trail.phase, trail.start = "dispatched", replica.start or "cold"
-        trail.replica, trail.incarnation = replica.id, replica.incarnation
+        trail.phase, trail.start = "dispatched", start
+        trail.replica, trail.incarnation = id, incarnation
         if trail.trace is not None and self._tracer is not None:
             self._tracer.dispatched(trail, replica, order.spec)
         if ticket.waited_s and ticket.turns == 1:
@@ -272,7 +296,7 @@ class Decisions:
         trail = order.trail
         trail.phase, trail.first_byte_s = "streaming", now - trail.since
         if status < 400:
-            self._registry.outcome(replica, Outcome.OK)
+            self._registry.outcome(replica, _OK)
         else:
             self._registry.outcome(replica, outcome_of(status), f"it answered {status}")
         if trail.stream:
@@ -323,8 +347,8 @@ class Decisions:
         """10. What the answer took, as far as it came."""
         if used is None:
             return
-        prompt, completion, counted = used
-        if counted == "engine":
+        prompt, completion, said = used
+        if said:
             order.trail.prompt_tokens, order.trail.completion_tokens = prompt, completion
         self._limits.charge_tokens(order.ticket.tenant, prompt + completion)
 
@@ -332,8 +356,13 @@ class Decisions:
         """For how long it had its slot."""
         self._eta.served(order.model, seconds)
 
-    def account(self, trail: Trail) -> None:
-        """11. It has ended, somehow."""
-        trail.seconds = self._clock() - trail.since
+    def account(self, trail: Trail, now: float) -> None:
+        """11. It has ended, somehow; ``now``: loop time."""
+        trail.seconds = now - trail.since
         trail.ended = self._wall()
         self._epilogue.add(trail)
+
+
+def repeated(headers: Mapping[str, str]) -> bool:
+    """The client says that it has sent this request before."""
+    return headers.get("x-stainless-retry-count", "0") != "0"

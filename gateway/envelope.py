@@ -11,6 +11,7 @@ import math
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Final
 
 import msgspec
 
@@ -51,8 +52,8 @@ _CLIENT_TIMEOUTS = ("x-stainless-read-timeout", "x-stainless-timeout")
 _ANSWER_MARGIN_S = 1.0
 
 
-_PEEK = msgspec.json.Decoder(Peek)
-_LARGE = 1 << 20
+_PEEK: Final = msgspec.json.Decoder(Peek)
+_LARGE: Final = 1 << 20
 
 
 def peek(body: Buffer, *, required: bool = True) -> Peek:
@@ -80,12 +81,22 @@ def peek(body: Buffer, *, required: bool = True) -> Peek:
 
 def _might_repeat(body: Buffer) -> bool:
     """False means certainly not: no second literal key, and no escaped ASCII letter that could spell one."""
-    for key in (b'"model"', b'"stream"'):
-        first = body.find(key)
-        if first >= 0 and body.find(key, first + len(key)) >= 0:
-            return True
+    if _twice(body, b'"model"') or _twice(body, b'"stream"'):
+        return True
     # Most have no escape at all, and a single byte is found many times as fast.
-    return body.find(b"\\") >= 0 and (body.find(b"\\u006") >= 0 or body.find(b"\\u007") >= 0)
+    return _has(body, b"\\") and (_has(body, b"\\u006") or _has(body, b"\\u007"))
+
+
+def _twice(body: Buffer, part: bytes) -> bool:
+    if isinstance(body, bytes):
+        return body.count(part) > 1
+    first = body.find(part)
+    return first >= 0 and body.find(part, first + len(part)) >= 0
+
+
+def _has(body: Buffer, part: bytes) -> bool:
+    # A mapped file takes "in" for a question about single bytes.
+    return part in body if isinstance(body, bytes) else body.find(part) >= 0
 
 
 def _refuse_repeats(body: Buffer) -> None:
@@ -142,8 +153,18 @@ def _seconds(text: str | None) -> float | None:
 
 def request_id(headers: Mapping[str, str]) -> str:
     """The client's own id when it is short and plain, else a new one."""
+    return given_id(headers) or new_id()
+
+
+def given_id(headers: Mapping[str, str]) -> str:
+    """The client's own id when it is short and plain, else nothing."""
     given = headers.get("x-request-id")
-    return given if given and _REQUEST_ID.fullmatch(given) else f"req_{next(_IDS)}"
+    return given if given and _REQUEST_ID.fullmatch(given) else ""
+
+
+def new_id() -> str:
+    """An id for a request that has none."""
+    return f"req_{next(_IDS)}"
 
 
 def _ids() -> Iterator[str]:
@@ -155,7 +176,7 @@ def _ids() -> Iterator[str]:
             yield drawn[at : at + 24]
 
 
-_IDS = _ids()
+_IDS: Final = _ids()
 
 
 def forwarded(headers: Iterable[tuple[str, str]], *, id: str, origin: Pairs) -> Pairs:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import cast
+from typing import Final, cast
 
 from gateway import envelope, logs
 from gateway.answering import Answering
@@ -28,14 +28,14 @@ from gateway.trail import Trail
 from gateway.waitroom import Waitroom
 from policies.replica import Replica
 
-_PATIENCE_S = 1.0
+_PATIENCE_S: Final = 1.0
 """A request that has not arrived whole by then is handed over, with the deadlines that the other path has."""
-_AHEAD = 256 << 10
+_AHEAD: Final = 256 << 10
 """Bytes that a client may send ahead of its turn."""
-_TICK_S = 1.0
-_IDLE_S = 3630.0
+_TICK_S: Final = 1.0
+_IDLE_S: Final = 3630.0
 """A connection on which nothing was asked for so long is closed; as long as on the other path."""
-_STALLED_S = 300.0
+_STALLED_S: Final = 300.0
 """A client that has not taken the end of its last answer by then is cut off."""
 _BUG = "The gateway failed; its log tells more under this request id."
 
@@ -74,10 +74,12 @@ class FastPath:
         if not self.clients:
             self.empty.set()
 
-    def pool(self, replica: Replica) -> Connections:
-        if replica.incarnation not in self._pools:
-            self._pools[replica.incarnation] = Connections(replica, self.outbox)
-        return self._pools[replica.incarnation]
+    def pool(self, replica: Replica, incarnation: str) -> Connections:
+        """The connections to a replica; ``incarnation``: its own, which the caller has at hand."""
+        pool = self._pools.get(incarnation)
+        if pool is None:
+            pool = self._pools[incarnation] = Connections(replica, self.outbox)
+        return pool
 
     def retain(self, incarnations: frozenset[str]) -> None:
         """End the connections of all other incarnations: their engines are gone."""
@@ -126,8 +128,10 @@ class FastProtocol:
         self._buffer = b""
         self._busy = False
         """A request is being answered."""
-        self._known: tuple[bytes, Plain, Known] | None = None
-        """The last head, what it says, and what followed from that: clients repeat themselves."""
+        self._head = b""
+        """The last head, with its empty line. Clients repeat themselves, so what it says is kept, and what followed from that."""
+        self._plain: Plain | None = None
+        self._known: Known | None = None
         self._passing: Passing | None = None
         self._task: asyncio.Task[None] | None = None
         self._under_way = False
@@ -194,27 +198,26 @@ class FastProtocol:
     def _look(self) -> None:
         """Serve what has arrived, as far as it is plain and whole."""
         while self._buffer and not (self._busy or self._clogged or self.transport is None or self.transport.is_closing()):
-            end = self._buffer.find(b"\r\n\r\n", 0, MAX_HEAD + 4)
-            if end < 0:
-                if len(self._buffer) > MAX_HEAD or not b"POST /".startswith(self._buffer[:6]):
-                    self.hand_over()
-                    return
-                break
-            head = self._buffer[:end]
-            if self._known is None or self._known[0] != head:
-                found = plain(head)
+            if not self._head or self._buffer[: len(self._head)] != self._head:
+                end = self._buffer.find(b"\r\n\r\n", 0, MAX_HEAD + 4)
+                if end < 0 and len(self._buffer) <= MAX_HEAD and b"POST /".startswith(self._buffer[:6]):
+                    break
+                found = plain(self._buffer[:end]) if end >= 0 else None
                 if found is None:
                     self.hand_over()
                     return
-                self._known = (head, found, Known())
-            _, request, known = self._known
-            whole = end + 4 + request.length
+                self._head, self._plain, self._known = self._buffer[: end + 4], found, Known(found.headers)
+            assert self._plain is not None
+            assert self._known is not None
+            at = len(self._head)
+            whole = at + self._plain.length
             if len(self._buffer) < whole:
                 break
-            body = self._buffer[end + 4 : whole]
+            body = self._buffer[at:whole]
             self._buffer = self._buffer[whole:]
-            self._path.partial.pop(self, None)
-            self._begin(request, body, known)
+            if self._path.partial:
+                self._path.partial.pop(self, None)
+            self._begin(self._plain, body, self._known)
         if self._buffer and not self._busy and not self._clogged:
             self._path.partial.setdefault(self, self._path.loop.time())
 
@@ -236,13 +239,12 @@ class FastProtocol:
 
     def _begin(self, request: Plain, body: bytes, known: Known) -> None:
         path, decide = self._path, self._path.decide
-        headers = request.headers
-        id, now = envelope.request_id(headers), path.loop.time()
-        head = Head("POST", request.target, headers, id, now, self._peer, self._scheme, request.host)
+        id, now = known.id or envelope.new_id(), path.loop.time()
+        head = Head("POST", request.target, request.headers, id, now, self._peer, self._scheme, request.host)
         self._busy = True
         path.life.opened()
         self.answering = Answering(self, head, request.found)
-        trail = decide.begin(head, request.found)
+        trail = decide.begin(head, request.found, known.repeated)
         claim: Claim | None = None
         try:
             order = decide.prepare(head, request.found, body, trail, known)
@@ -254,7 +256,7 @@ class FastProtocol:
             if claim.replica is None:
                 self.carry(order, claim)
                 return
-            self._passing = Passing(path, self, order, claim)
+            self._passing = Passing(path, self, order, claim, now)
         except Refused as refused:
             self._refuse(decide.refusal(refused, order), trail)
         except GatewayError as error:
@@ -271,8 +273,9 @@ class FastProtocol:
         assert self.answering is not None
         trail.status, trail.code = error.status, error.code
         self.answering.refuse(error)
-        self._path.decide.account(trail)
-        self.ended()
+        now = self._path.loop.time()
+        self._path.decide.account(trail, now)
+        self.ended(now)
 
     def carry(self, order: Order, claim: Claim | None) -> None:
         """Go on in a task: it has to wait, or to be sent elsewhere."""
@@ -302,13 +305,13 @@ class FastProtocol:
                 answering.refuse(GatewayError(_BUG))
         finally:
             self._task = None
-            self.ended()
+            self.ended(self._path.loop.time())
 
-    def ended(self) -> None:
-        """The request in hand has been answered, or cannot be."""
+    def ended(self, now: float) -> None:
+        """The request in hand has been answered, or cannot be; ``now``: loop time."""
         self._passing = self.answering = None
         self._busy = False
-        self._since = self._path.loop.time()
+        self._since = now
         self._path.life.closed()
         transport = self.transport
         if transport is None or transport.is_closing():

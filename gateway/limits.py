@@ -73,6 +73,8 @@ class _Account:
     """Requests left for all, as the store said; None: it never did."""
     tokens: float | None = None
     """Tokens left for all: as the store said, less what was used here since."""
+    plenty: float = math.inf
+    """With more tokens left than this the others need not hear soon of what is used here; as the store was last asked."""
     owed: int = 0
     """Tokens used here that the store does not know of."""
     settled_at: float = -math.inf
@@ -171,10 +173,16 @@ class Limits:
 
     def charge_tokens(self, tenant: str, tokens: int) -> None:
         """Tokens that an answer took, told after it. May put the tenant in debt."""
+        account = self._accounts.get(tenant)
+        if account is not None and account.ready and account.tokens is not None and 0 < tokens < account.tokens - account.plenty:
+            account.owed += tokens
+            account.tokens -= tokens
+            return
         limits = self._limits(tenant)
         if limits is None or limits.tokens_per_minute is None or tokens <= 0:
             return
-        account = self._accounts.get(tenant) or self._account(tenant, self._clock())
+        if account is None:
+            account = self._account(tenant, self._clock())
         account.owed += tokens
         if account.tokens is not None:
             account.tokens -= tokens
@@ -281,6 +289,7 @@ class Limits:
         account.settled_at, account.alone_at, account.stale = now, None, False
         # Tokens that are not limited are always said to be 0.
         account.ready = claim.tokens is None or account.tokens > 0
+        account.plenty = math.inf if claim.tokens is None else claim.tokens * _NEAR
         if answer.granted < claim.need + claim.more:
             account.low = 0.0  # there is not so much, and asking again soon would change nothing
         short = claim.requests is not None and answer.requests < 1
@@ -346,7 +355,7 @@ class Limits:
 
     def _limits(self, tenant: str) -> tenancy.Limits | None:
         """None: nothing that this module would have to count."""
-        found = self._current.config.tenants.get(tenant)
+        found = self._current.tenants.get(tenant)
         if found is None or (found.limits.requests_per_minute is None and found.limits.tokens_per_minute is None):
             return None
         return found.limits

@@ -9,9 +9,9 @@ What every request counts is counted in plain dictionaries, and added to the ser
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 
@@ -30,10 +30,20 @@ OTHER = "_other"
 _RATIOS = (0.25, 0.5, 0.67, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 3, 5, 10)
 _NOTABLE_S = 0.5
 """A shorter wait says nothing about an estimate."""
+_FIRST_BYTE: Final = "rewake_time_to_first_byte_seconds"
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
-Ended = tuple[str, str | None, str, int, str]
+_BOUNDS: Final = tuple(map(float, SECONDS))
+Labels = tuple[str, str | None, str, int, str]
 """Tenant, model, route, status, start: what requests that have ended are counted by."""
+
+
+def _bucket(seconds: float) -> int:
+    """The first one whose bound is not less. Most times are short, and a call of the library's search costs more than to look."""
+    for at, bound in enumerate(_BOUNDS):
+        if seconds <= bound:
+            return at
+    return len(_BOUNDS)
 
 
 class Tally:
@@ -42,11 +52,11 @@ class Tally:
     __slots__ = ("counts", "sum")
 
     def __init__(self) -> None:
-        self.counts = [0] * (len(SECONDS) + 1)
+        self.counts = [0] * (len(_BOUNDS) + 1)
         self.sum = 0.0
 
     def add(self, seconds: float) -> None:
-        self.counts[bisect_left(SECONDS, seconds)] += 1
+        self.counts[_bucket(seconds)] += 1
         self.sum += seconds
 
     def flush(self, series: Histogram) -> None:
@@ -55,6 +65,17 @@ class Tally:
         for bucket, count in zip(series._buckets, self.counts, strict=True):
             if count:
                 bucket.inc(count)
+
+
+class Ended:
+    """What requests with the same labels came to since the last flush."""
+
+    __slots__ = ("completion", "durations", "first_bytes", "prompt", "requests")
+
+    def __init__(self) -> None:
+        self.requests = self.prompt = self.completion = 0
+        self.durations = Tally()
+        self.first_bytes = Tally()
 
 
 class Metrics:
@@ -71,9 +92,9 @@ class Metrics:
         self._shared = shared
         self._slots: set[str] = set()
         # Since the last flush. No more entries than there are series of what they are flushed to.
-        self._ended: defaultdict[Ended, list[int]] = defaultdict(lambda: [0, 0, 0])
-        self._first_bytes: defaultdict[tuple[str | None, str], Tally] = defaultdict(Tally)
-        self._durations: defaultdict[tuple[str | None, str], Tally] = defaultdict(Tally)
+        self._ended: dict[Labels, Ended] = {}
+        self._begun: defaultdict[tuple[str | None, str], Tally] = defaultdict(Tally)
+        """Streams whose first byte has come."""
         self._exemplars = Exemplars(None) if shared is None else Exemplars.shared(shared.folder, shared.place)
         self.gather: Callable[[], None] = lambda: None
         """Called before a flush: requests that have ended may still be waiting to be counted."""
@@ -112,18 +133,23 @@ class Metrics:
 
     def account(self, trail: Trail) -> None:
         """Count a request that has ended, and for its tenant, if it has one."""
-        ended = self._ended[trail.tenant, trail.model, trail.route, trail.status, trail.start]
-        ended[0] += 1
+        labels = (trail.tenant, trail.model, trail.route, trail.status, trail.start)
+        ended = self._ended.get(labels)
+        if ended is None:
+            ended = self._ended[labels] = Ended()
+        ended.requests += 1
         if trail.prompt_tokens:
-            ended[1] += trail.prompt_tokens
+            ended.prompt += trail.prompt_tokens
         if trail.completion_tokens:
-            ended[2] += trail.completion_tokens
+            ended.completion += trail.completion_tokens
         if trail.first_byte_s is not None:
-            self._durations[trail.model, trail.start].add(trail.seconds)
+            ended.durations.add(trail.seconds)
+            if not trail.stream:
+                ended.first_bytes.add(trail.first_byte_s)
             if trail.trace is not None:
                 self._illustrate("rewake_request_seconds", trail, trail.start, trail.seconds)
-            if not trail.stream:
-                self.first_byte(trail, trail.first_byte_s)
+                if not trail.stream:
+                    self._illustrate(_FIRST_BYTE, trail, trail.start, trail.first_byte_s)
         if trail.code or trail.client_retry:
             self._unusual(trail)
 
@@ -136,17 +162,17 @@ class Metrics:
             self.client_retries.labels(self.model(trail.model)).inc()
 
     def first_byte(self, trail: Trail, seconds: float) -> None:
-        """Count how long a request's answer took to begin. A stream may go on for long, and is counted before its end."""
-        self._first_bytes[trail.model, trail.start].add(seconds)
+        """Count how long a stream took to begin: it may go on for long, and all else is counted at the end."""
+        self._begun[trail.model, trail.start].add(seconds)
         if trail.trace is not None:
-            self._illustrate("rewake_time_to_first_byte_seconds", trail, trail.start, seconds)
+            self._illustrate(_FIRST_BYTE, trail, trail.start, seconds)
 
     def _illustrate(self, series: str, trail: Trail, label: str, seconds: float) -> None:
         """Name the request's trace in its bucket of a histogram whose labels are the model and one more."""
         if trail.trace is None:
             return
-        labels, at = (self.model(trail.model), label), bisect_left(SECONDS, seconds)
-        bound = str(float(SECONDS[at])) if at < len(SECONDS) else "+Inf"
+        labels, at = (self.model(trail.model), label), _bucket(seconds)
+        bound = str(_BOUNDS[at]) if at < len(_BOUNDS) else "+Inf"
         self._exemplars.note(Bucket(series, labels, bound), trail.trace.id, seconds, time.time())
 
     def waited(self, trail: Trail, outcome: str, seconds: float) -> None:
@@ -168,19 +194,21 @@ class Metrics:
     def flush(self) -> None:
         """Add what was counted since the last time to the series."""
         self.gather()
-        for (tenant, model, route, status, start), counts in self._ended.items():
-            self._flush_ended(tenant, self.model(model), route, str(status), start, counts)
+        for (tenant, model, route, status, start), ended in self._ended.items():
+            self._flush_ended(tenant, self.model(model), route, str(status), start, ended)
+            for tally, series in ((ended.first_bytes, self.time_to_first_byte), (ended.durations, self.request_duration)):
+                if any(tally.counts):
+                    tally.flush(series.labels(model, start))
         self._ended.clear()
-        for tallies, series in ((self._first_bytes, self.time_to_first_byte), (self._durations, self.request_duration)):
-            for labels, tally in tallies.items():
-                tally.flush(series.labels(*labels))
-            tallies.clear()
+        for labels, tally in self._begun.items():
+            tally.flush(self.time_to_first_byte.labels(*labels))
+        self._begun.clear()
         self._exemplars.flush()
 
-    def _flush_ended(self, tenant: str, model: str, route: str, status: str, start: str, counts: list[int]) -> None:
-        requests, prompt, completion = counts
+    def _flush_ended(self, tenant: str, model: str, route: str, status: str, start: str, ended: Ended) -> None:
+        requests = ended.requests
         self.requests.labels(model, route, status, start).inc(requests)
-        used = [(kind, tokens) for kind, tokens in (("prompt", prompt), ("completion", completion)) if tokens]
+        used = [(kind, tokens) for kind, tokens in (("prompt", ended.prompt), ("completion", ended.completion)) if tokens]
         for kind, tokens in used:
             self.tokens.labels(model, kind).inc(tokens)
         if not tenant:

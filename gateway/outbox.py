@@ -1,4 +1,4 @@
-"""Bytes on their way out, sent a few connections at a time instead of one by one between two judgements.
+"""Bytes on their way out, sent many connections at a time instead of one by one between two judgements.
 
 Whoever is written to wakes up, and waking a process on another CPU costs as much as a third of a request; of those that are
 written to right after each other, one wake-up serves all. Knows nothing of what is sent.
@@ -7,12 +7,14 @@ written to right after each other, one wake-up serves all. Knows nothing of what
 from __future__ import annotations
 
 import asyncio
+from typing import Final
 
 from gateway.life import Life
 
-_MOST = 4
-"""Writes that may wait for each other; they wait for what has arrived already to be judged, never for more to arrive."""
-_FEW = 8
+_MOST: Final = 64
+"""Writes that may wait for each other, each at most what one read has brought; they wait for what has arrived already to be
+judged, never for more to arrive: the first of so many waits about a millisecond for the last."""
+_FEW: Final = 8
 """With no more requests open than this, the time until a write counts for more than what it costs."""
 
 

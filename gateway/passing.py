@@ -7,28 +7,31 @@ goes back to whoever gave it.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from gateway import errors
 from gateway.answering import written
 from gateway.claim import Claim, Refused
-from gateway.connection import Connection, Whole
-from gateway.decisions import Decisions, Order
+from gateway.connection import Connection, Connections, Whole
+from gateway.decisions import Decisions, Frame, Order
 from gateway.dialects import Dialect
 from gateway.envelope import Pairs
 from gateway.errors import GatewayError
 from gateway.relay import Frames
 from gateway.upstream import Broken, Outgoing, Silent, Truncated, Unreachable
-from gateway.usage import Meter, meter
+from gateway.usage import Meter, maker
 from policies.replica import Replica
 
 if TYPE_CHECKING:
     from gateway.fastpath import FastPath, FastProtocol
 
 
-_ID, _TRACE, _MARK, _LENGTH = "x-request-id", "traceparent", "\0", "\1"
+_ID: Final = "x-request-id"
+_TRACE: Final = "traceparent"
+_MARK: Final = "\0"
+_LENGTH: Final = "\1"
 """Marks stand where a head differs from the next one. No header of a plain request has them in it, nor has a replica's."""
-_MAX_FRAMES = 64
+_MAX_FRAMES: Final = 64
 """Replicas come and go while a connection stays."""
 
 
@@ -58,7 +61,7 @@ class Passing:
         "deadline",
     )
 
-    def __init__(self, path: FastPath, client: FastProtocol, order: Order, claim: Claim) -> None:
+    def __init__(self, path: FastPath, client: FastProtocol, order: Order, claim: Claim, now: float) -> None:
         assert claim.replica is not None
         assert client.answering is not None
         self._path = path
@@ -72,10 +75,10 @@ class Passing:
         self._frames: Frames | None = None
         self._meter: Meter | None = None
         self._held_back = False
-        self._begun = self._since = self._moved = path.loop.time()
-        self.deadline = self._since + order.spec.first_byte_timeout_s
-        self._pool = path.pool(self._replica)
-        self._request = _request(path.decide, order, self._replica, self._pool.host)
+        self._begun = self._since = self._moved = now
+        self.deadline = now + order.errand.first_byte_timeout_s
+        self._pool = path.pool(self._replica, claim.incarnation)
+        self._request = _request(path.decide, order, self._replica, self._pool)
 
     def begin(self) -> None:
         self._path.passing.add(self)
@@ -112,24 +115,25 @@ class Passing:
         self._path.decide.began(self._order, self._replica, status, now)
         length, shape = self._shape(status, reason, headers)
         self._frames = Frames() if shape.events else None
-        self._meter = meter(shape.kind, shape.encoding)
+        self._meter = shape.meter()
         self._since = self._moved = now
         self.deadline = self._due()
         self._answering.watched = shape.events
         self._answering.begin_with(status, shape.head(self._order.trail.id, length), chunked=shape.chunked)
 
     def whole(self, head: Whole, body: bytes) -> None:
-        order, trail, shape = self._order, self._order.trail, head.shape
+        order, trail, shape, now = self._order, self._order.trail, head.shape, self._path.loop.time()
         self._connection = None  # the pool's, as in complete()
-        self._path.decide.began(order, self._replica, head.status, self._path.loop.time())
+        self._path.decide.began(order, self._replica, head.status, now)
         if shape is None or shape.dialect is not order.dialect or shape.closing is not self._client.draining:
             shape = head.shape = self._shape(head.status, head.reason, head.headers)[1]
-        self._meter = meter(shape.kind, shape.encoding)
+            head.pieces = shape.pieces(str(head.length))
+        self._meter = shape.meter()
         self._meter.feed(body)
         trail.bytes_out += head.length
         trail.status, trail.code = head.status, ""
-        self._answering.whole(head.status, shape.head(trail.id, str(head.length)), body)
-        self._end(keep=True)
+        self._answering.whole(head.status, trail.id.encode("latin-1").join(head.pieces), body)
+        self._ended(now, keep=True)
 
     def _shape(self, status: int, reason: str, headers: Pairs) -> tuple[str, Shape]:
         """The value of Content-Length, if it has one, and how a head that differs in nothing but that is passed on."""
@@ -253,9 +257,11 @@ class Passing:
         self._end(keep=False)
 
     def _end(self, *, keep: bool) -> None:
+        if self in self._path.passing:
+            self._ended(self._path.loop.time(), keep=keep)
+
+    def _ended(self, now: float, *, keep: bool) -> None:
         path, order = self._path, self._order
-        if self not in path.passing:
-            return
         path.passing.discard(self)
         if not keep:
             if self._task is not None:
@@ -266,10 +272,10 @@ class Passing:
             self._claim.leave()
             if self._meter is not None:
                 path.decide.spent(order, self._meter.usage())
-            path.decide.served(order, path.loop.time() - self._begun)
-            path.decide.account(order.trail)
+            path.decide.served(order, now - self._begun)
+            path.decide.account(order.trail, now)
         finally:
-            self._client.ended()
+            self._client.ended(now)
 
 
 class Shape:
@@ -280,18 +286,19 @@ class Shape:
         key: all that the rest follows from, within one incarnation.
     """
 
-    __slots__ = ("_template", "chunked", "closing", "dialect", "encoding", "events", "key", "kind")
+    __slots__ = ("_template", "chunked", "closing", "dialect", "events", "key", "meter")
 
     def __init__(self, key: tuple[int, str, bool, Dialect, Pairs], pairs: Pairs, events: bool) -> None:
         status, reason, self.closing, self.dialect, headers = self.key = key
         self.events = events
-        self.kind = self.encoding = ""
+        kind = encoding = ""
         for name, value in headers:
             lower = name.lower()
             if lower == "content-type":
-                self.kind = value
+                kind = value
             elif lower == "content-encoding":
-                self.encoding = value
+                encoding = value
+        self.meter = maker(kind, encoding)
         ids = (_ID, *self.dialect.id_headers)
         marked = [(name, _MARK if name in ids else value) for name, value in pairs]
         plain = reason.replace(_MARK, "").replace(_LENGTH, "")
@@ -300,25 +307,31 @@ class Shape:
     def head(self, id: str, length: str) -> str:
         return self._template.replace(_LENGTH, length).replace(_MARK, id)
 
+    def pieces(self, length: str) -> list[bytes]:
+        """The head of this length as bytes, without the id between its pieces."""
+        return self._template.replace(_LENGTH, length).encode("latin-1").split(_MARK.encode())
 
-def _request(decide: Decisions, order: Order, replica: Replica, host: str) -> bytes:
+
+def _request(decide: Decisions, order: Order, replica: Replica, pool: Connections) -> bytes:
     """The request as bytes, body included. Heads that differ in nothing but id and length are written once."""
-    frames, body = order.errand.frames, order.body
-    assert body.data is not None
-    if host in frames:
-        decide.dispatched(order, replica)
+    frames, data = order.errand.frames, order.body.data
+    assert data is not None
+    frame = frames.get(pool.incarnation)
+    if frame is not None:
+        decide.sent(order, replica, pool.incarnation, frame.replica, frame.start)
     else:
         if len(frames) >= _MAX_FRAMES:
             frames.clear()
-        frames[host] = _frame(decide.outgoing(order, replica), host, order.head.id, traced=order.trail.trace is not None)
-    before, after = frames[host]
+        outgoing = decide.outgoing(order, replica)
+        before, after = _head(outgoing, pool.host, order.head.id, traced=order.trail.trace is not None)
+        frame = frames[pool.incarnation] = Frame(before, after, replica)
     id, trace = order.head.id, order.trail.trace
     if trace is not None:
         id = f"{id}\r\n{_TRACE}: {trace.outward}"
-    return b"%b%b%b%d\r\n\r\n%b" % (before, id.encode(), after, body.size, body.data)
+    return b"%b%b%b%b\r\n\r\n%b" % (frame.before, id.encode(), frame.after, str(len(data)).encode(), data)
 
 
-def _frame(outgoing: Outgoing, host: str, id: str, *, traced: bool) -> tuple[bytes, bytes]:
+def _head(outgoing: Outgoing, host: str, id: str, *, traced: bool) -> tuple[bytes, bytes]:
     """The request's head before its id, and between that and the body's length. A trace of ours goes with the id."""
     lines = [f"POST {outgoing.path} HTTP/1.1\r\nHost: {host}"]
     headers = [pair for pair in outgoing.headers if not (traced and pair[0] == _TRACE)]

@@ -118,6 +118,8 @@ class Permits:
         self._pools: dict[str, _Pool] = {}
         self._slots: dict[str, _Pool] = {}
         """Those of replicas, by incarnation: asked at every request."""
+        self._shares: dict[str, _Pool] = {}
+        """Those of tenants' requests on replicas, by tenant: likewise."""
         self._owing = False
         """Some pool is needed elsewhere."""
         self._wake = asyncio.Event()
@@ -133,15 +135,15 @@ class Permits:
 
     def tenant_limit(self, tenant: str) -> int | None:
         """Requests of this tenant that this gateway may have on replicas at once; None: any number."""
-        spec = self._current.config.tenants.get(tenant)
+        spec = self._current.tenants.get(tenant)
         if spec is None or spec.limits.concurrency is None:
             return None
-        pool = self._pools.get(_tenant(tenant))
+        pool = self._shares.get(tenant)
         return 0 if pool is None else pool.limit
 
     def places(self, tenant: str) -> int | None:
         """Requests of this tenant that may wait here at once; None: any number."""
-        spec = self._current.config.tenants.get(tenant)
+        spec = self._current.tenants.get(tenant)
         if spec is None or spec.limits.max_held is None:
             return None
         pool = self._pools.get(_held(tenant))
@@ -206,6 +208,7 @@ class Permits:
             for name in [name for name in self._pools if name not in needs]:
                 del self._pools[name]
                 self._slots.pop(name.removeprefix(_REPLICA), None)
+                self._shares.pop(name.removeprefix(_TENANT), None)
             due = [name for name, need in needs.items() if self._due(name, need)]
             if not due:
                 return
@@ -236,6 +239,8 @@ class Permits:
         pool = self._pools.setdefault(name, _Pool(need.total))
         if name.startswith(_REPLICA):
             self._slots[name.removeprefix(_REPLICA)] = pool
+        elif name.startswith(_TENANT):
+            self._shares[name.removeprefix(_TENANT)] = pool
         known = pool.granted_at is not None
         held = pool.held
         # After so long others may have what was ours; only what is in use is claimed.
@@ -287,6 +292,7 @@ class _Need:
 
 
 _REPLICA = "replica:"
+_TENANT = "tenant:"
 
 
 def _replica(incarnation: str) -> str:
@@ -294,7 +300,7 @@ def _replica(incarnation: str) -> str:
 
 
 def _tenant(name: str) -> str:
-    return f"tenant:{name}"
+    return _TENANT + name
 
 
 def _held(name: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 from dataclasses import dataclass
+from typing import Final
 
 from multidict import CIMultiDict
 
@@ -16,8 +17,8 @@ from gateway import routes
 from gateway.errors import GatewayError
 from gateway.routes import Found
 
-MAX_HEAD = 16 << 10
-MAX_BODY = 256 << 10
+MAX_HEAD: Final = 16 << 10
+MAX_BODY: Final = 256 << 10
 """A larger body would keep the loop from others while its model is looked for."""
 _HEAD = re.compile(rb"POST (/[!-~]+) HTTP/1\.1((?:\r\n[!#$%&'*+.^_`|~0-9A-Za-z-]+:[ \t]*[!-~\t ]*)+)")
 _NOT_PLAIN = frozenset(

@@ -11,7 +11,7 @@ from collections.abc import Awaitable
 
 from gateway import dialects, edits, errors, hold, websocket
 from gateway.claim import Claim, Refused
-from gateway.decisions import Decisions, Order
+from gateway.decisions import Decisions, Order, repeated
 from gateway.downstream import ClientGone, Downstream
 from gateway.envelope import Pairs
 from gateway.errors import GatewayError
@@ -74,7 +74,7 @@ class Proxy:
         Raises:
             GatewayError: there is no answer of a replica, and nothing has been sent to the client.
         """
-        trail = self._decide.begin(head, found)
+        trail = self._decide.begin(head, found, repeated(head.headers))
         await self._to_its_end(self._served(head, found, source, down, trail), trail, head, found, down)
 
     async def go(self, order: Order, down: Downstream, claim: Claim | None) -> None:
@@ -111,7 +111,7 @@ class Proxy:
             trail.status, trail.code = GatewayError.status, GatewayError.code
             raise
         finally:
-            self._decide.account(trail)
+            self._decide.account(trail, asyncio.get_running_loop().time())
 
     async def _receive(self, head: Head, found: Found, source: Source, down: Downstream, trail: Trail) -> Order:
         """Everything before the waiting room. Nothing that is refused here counts as demand."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final
 
 from gateway import whereabouts
 from policies.health import TRUSTED, Health, Outcome, judge
@@ -17,6 +18,7 @@ from policies.wire import Failure
 
 AMNESIA_S = 30.0
 """How long a record that the store has lost stays in the view."""
+_OK: Final = Outcome.OK
 MAX_SUSPICIONS = 256
 """Suspicions kept until they can be passed on; the oldest is dropped first."""
 
@@ -149,6 +151,8 @@ class Registry:
 
     def outcome(self, replica: Replica, outcome: Outcome, reason: str = "") -> None:
         """What became of a request to this replica; ``reason`` for people, when it failed."""
+        if outcome is _OK and not self._health:
+            return  # as nearly always: all are trusted, and this one deserves it
         incarnation = replica.incarnation
         before, known = self._health.get(incarnation, TRUSTED), self._records.get(replica.id)
         if (before is TRUSTED and outcome is Outcome.OK) or known is None or known.incarnation != incarnation:
@@ -166,7 +170,7 @@ class Registry:
 
     def dispatch(self, replica: Replica) -> bool:
         """A request is sent there. True: the replica is on trial, and gets no other until :meth:`end_trial`."""
-        if replica.incarnation not in self._probation:
+        if not self._probation or replica.incarnation not in self._probation:
             return False
         self._tried.add(replica.incarnation)
         self._select(replica.model)

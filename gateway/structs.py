@@ -21,31 +21,3 @@ class Counted(msgspec.Struct):
 
     prompt_tokens: int
     completion_tokens: int
-
-
-class Line(msgspec.Struct, gc=False):
-    """One line of the access log; its fields are written in this order."""
-
-    time: str
-    request_id: str
-    client: str
-    tenant: str
-    method: str
-    route: str
-    model: str | None
-    stream: bool
-    status: int
-    code: str
-    phase: str
-    start: str
-    replica: str
-    incarnation: str
-    retries: int
-    waited_s: float
-    ttft_s: float | None
-    duration_s: float
-    bytes_in: int
-    bytes_out: int
-    prompt_tokens: int | None
-    completion_tokens: int | None
-    trace_id: str

@@ -12,7 +12,7 @@ import io
 from collections.abc import AsyncIterator, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import aiohttp
 from yarl import URL
@@ -24,7 +24,7 @@ from policies.replica import Replica
 
 CONNECT_S = 2.0
 """A replica is one hop away: one that takes longer to accept is unreachable."""
-KEEP_IDLE_S = 3.5
+KEEP_IDLE_S: Final = 3.5
 """Connections idle for longer are not used again; uvicorn, the commonest server of engines, closes them after 5 s."""
 _AUTO_HEADERS = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
 _MAX_LINE = 64 << 10

@@ -11,46 +11,38 @@ import zlib
 from collections import deque
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Final
 
 import msgspec
 
 from gateway.structs import Counted
 
-_HEAD = 2 << 10
-_TAIL = 4 << 10
+_HEAD: Final = 2 << 10
+_TAIL: Final = 4 << 10
 """Bytes kept of a stream's beginning and end: Anthropic's API counts the prompt in its first event, all count in the last."""
-_FULL = 2 * _TAIL
-_LAST = 64
+_FULL: Final = 2 * _TAIL
+_LAST: Final = 64
 """Bytes in which the event that only says the end is looked for."""
-_OBJECT = 2 << 10
+_OBJECT: Final = 2 << 10
 """A longer object is none that counts tokens."""
-_KEYS = (b'"usage"', b'"timings"')
+_USAGE: Final = b'"usage"'
+_TIMINGS: Final = b'"timings"'
 """llama.cpp says the latter even to those who did not ask for the former. Within a JSON string neither can appear: its quotes
 would be escaped."""
-_EDGE = max(map(len, _KEYS)) - 1
-_CANDIDATES = 8
-_INFLATED = 64 << 20
-_PIECE = 64 << 10
-_MOST = 10**9
-_DECODER = json.JSONDecoder()
+_NEAR: Final = 32
+"""The colon stands within so many bytes of the key's beginning."""
+_EDGE: Final = max(len(_USAGE), len(_TIMINGS)) - 1
+_CANDIDATES: Final = 8
+_INFLATED: Final = 64 << 20
+_PIECE: Final = 64 << 10
+_MOST: Final = 1_000_000_000
+_DECODER: Final = json.JSONDecoder()
+_FLAT: Final = msgspec.json.Decoder(Counted)
 
 
-_FLAT = msgspec.json.Decoder(Counted)
-
-
-class Usage(NamedTuple):
-    """Tokens of one answer."""
-
-    prompt: int
-    completion: int
-    counted: Literal["engine", "events"] = "engine"
-    """``events``: the engine did not say, since nobody asked it or the stream was cut; each event of the stream counts as one
-    token, and the prompt as far as it is known."""
-
-    @property
-    def total(self) -> int:
-        return self.prompt + self.completion
+Usage = tuple[int, int, bool]
+"""Tokens of the prompt and of the completion of one answer, and whether the engine said so. If not, since nobody asked it or the
+stream was cut, each event of the stream counts as one token, and the prompt as far as it is known."""
 
 
 class Meter:
@@ -66,12 +58,12 @@ class Meter:
 
 def meter(content_type: str, encoding: str = "") -> Meter:
     """The meter for an answer with these headers."""
-    return _maker(content_type, encoding)()
+    return maker(content_type, encoding)()
 
 
 @lru_cache(maxsize=64)
-def _maker(content_type: str, encoding: str) -> Callable[[], Meter]:
-    """There are few kinds of answers, and many of each."""
+def maker(content_type: str, encoding: str = "") -> Callable[[], Meter]:
+    """Of meters for answers with these headers: there are few kinds of answers, and many of each."""
     kind = content_type.partition(";")[0].strip().lower()
     if kind == "text/event-stream":
         inner: Callable[[], Meter] = _Events
@@ -122,12 +114,12 @@ class _Events(Meter):
         begun = _latest(first) or (None, None)
         ended = _latest(tail[len(first) :] if whole else tail)
         if ended is not None:
-            return Usage(ended[0] or begun[0] or 0, ended[1] or 0)
+            return ended[0] or begun[0] or 0, ended[1] or 0, True
         events = self._events + tail.count(b"\ndata:") + (whole and tail.startswith(b"data:"))
         events -= b"data: [DONE]" in tail[-_LAST:]
         if events <= 0:
             return None
-        return Usage(begun[0] or 0, max(begun[1] or 0, events), "events")
+        return begun[0] or 0, max(begun[1] or 0, events), False
 
 
 class _Document(Meter):
@@ -140,7 +132,7 @@ class _Document(Meter):
         """All of it, for as long as it came in one piece: most do, and are searched once, from their end."""
         self._edge = b""
         self._open: list[bytearray] = []
-        self._found: deque[bytearray] = deque(maxlen=_CANDIDATES)
+        self._found: deque[bytearray] | None = None
 
     def feed(self, chunk: bytes) -> None:
         if self._whole is not None:
@@ -155,10 +147,13 @@ class _Document(Meter):
         for growing in self._open:
             growing.extend(chunk[: _OBJECT - len(growing)])
         window = self._edge + chunk
+        found = self._found
+        if found is None:
+            found = self._found = deque(maxlen=_CANDIDATES)
         for at in _positions(window):
             candidate = bytearray(window[at : at + _OBJECT])
             self._open.append(candidate)
-            self._found.append(candidate)
+            found.append(candidate)
         self._open = [candidate for candidate in self._open[-_CANDIDATES:] if len(candidate) < _OBJECT]
         self._edge = window[-_EDGE:]
 
@@ -166,8 +161,9 @@ class _Document(Meter):
         if self._whole is not None:
             found = _latest(self._whole)
         else:
-            found = next((counts for one in reversed(self._found) if (counts := _latest(bytes(one))) is not None), None)
-        return None if found is None else Usage(found[0] or 0, found[1] or 0)
+            candidates = reversed(self._found or ())
+            found = next((counts for one in candidates if (counts := _latest(bytes(one))) is not None), None)
+        return None if found is None else (found[0] or 0, found[1] or 0, True)
 
 
 class _Inflating(Meter):
@@ -201,7 +197,7 @@ Counts = tuple[int | None, int | None]
 
 def _positions(data: bytes) -> list[int]:
     found = []
-    for key in _KEYS:
+    for key in (_USAGE, _TIMINGS):
         at = data.find(key)
         while at >= 0:
             found.append(at)
@@ -211,20 +207,20 @@ def _positions(data: bytes) -> list[int]:
 
 def _latest(data: bytes) -> Counts | None:
     """The counts in the last whole object that one of the keys names and that has any."""
-    at = data.rfind(_KEYS[0])
-    if at >= 0 and data.find(_KEYS[1]) < 0:
-        # As nearly all engines say it: once, flat, and near the end.
-        colon, end = data.find(b":", at, at + 32), data.find(b"}", at, at + _OBJECT)
+    # As nearly all engines say it: once, flat, and near the end.
+    _, key, after = data.rpartition(_USAGE)
+    text, brace, _ = after.partition(b"}")
+    before, mark, flat = text.partition(b":")
+    if key and brace and mark and len(before) < _NEAR - len(_USAGE) and len(text) < _OBJECT and _TIMINGS not in after:
         try:
-            # A slice that ends before it begins is an error where this is compiled.
-            said = _FLAT.decode(data[colon + 1 : end + 1] if 0 <= colon < end else b"")
+            said = _FLAT.decode(flat + b"}")
         except (msgspec.MsgspecError, ValueError):
             pass
         else:
             if 0 <= said.prompt_tokens <= _MOST and 0 <= said.completion_tokens <= _MOST:
                 return said.prompt_tokens, said.completion_tokens
     for at in reversed(_positions(data)):
-        colon = data.find(b":", at, at + 32)
+        colon = data.find(b":", at, at + _NEAR)
         document = _object(data, colon + 1) if colon >= 0 else None
         if document is not None and (counts := _counts(document)) != (None, None):
             return counts

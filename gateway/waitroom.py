@@ -119,8 +119,9 @@ class Waitroom:
             # Nobody is passed over: who waits could not use the slot.
             replica = self._pick(ticket)
             if replica is not None:
-                self._ledger.begin(ticket.model, replica.incarnation, ticket.tenant)
-                claim.replica, claim.trial = replica, self._fleet.dispatch(replica)
+                claim.replica, claim.incarnation = replica, replica.incarnation
+                self._ledger.begin(ticket.model, claim.incarnation, ticket.tenant)
+                claim.trial = self._fleet.dispatch(replica)
                 return
         self._wait(claim, throttled=throttled, returned=returned)
 
@@ -162,11 +163,11 @@ class Waitroom:
         ticket, replica = claim.ticket, claim.replica
         assert replica is not None
         claim.replica = None
-        self._ledger.end(ticket.model, replica.incarnation, ticket.tenant)
+        self._ledger.end(ticket.model, claim.incarnation, ticket.tenant)
         if claim.trial:
             claim.trial = False
             self._fleet.end_trial(replica)
-        self._capacity.released(replica.incarnation, ticket.tenant)
+        self._capacity.released(claim.incarnation, ticket.tenant)
 
     def expire(self, claim: Claim) -> None:
         if claim.place is not None:
@@ -220,6 +221,7 @@ class Waitroom:
 
     def _give(self, claim: Claim, chosen: Candidate) -> None:
         claim.replica = replica = self._replica(claim.ticket.model, chosen)
+        claim.incarnation = chosen.incarnation
         claim.trial = self._fleet.dispatch(replica)
 
     def _replica(self, model: str, chosen: Candidate) -> Replica:
@@ -292,7 +294,7 @@ class Waitroom:
         # There is nothing to choose, which is the common case, and costs a tenth.
         only = replicas[0]
         free = self._ledger.inflight(only.incarnation) < self._capacity.limit(only)
-        return only if free and ticket.model in self._current.config.models else None
+        return only if free and ticket.model in self._current.models else None
 
     def _candidates(self, model: str) -> list[Candidate]:
         if model not in self._current.config.models:

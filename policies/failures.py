@@ -91,7 +91,7 @@ _REMEDIES: dict[Class, str] = {
 _ALARMING = re.compile(r"\bError \(|\bERROR\b|rror:")
 
 
-def classify(kind: Class, message: str, log: str = "", *, certain: bool = False) -> Verdict:
+def classify(kind: Class, message: str, log: str = "", *, certain: bool = False, remedy: str = "") -> Verdict:
     """Judge one failure.
 
     Args:
@@ -100,9 +100,11 @@ def classify(kind: Class, message: str, log: str = "", *, certain: bool = False)
         message: its words.
         log: what the tool and the engine wrote, oldest line first.
         certain: a snapshot at fault for good, whatever the log says.
+        remedy: what mends it, unless a line of the log knows better; empty: what mends most of its class.
     """
+    remedy = remedy or _REMEDIES[kind]
     if kind not in ("tool", "transient"):
-        return Verdict(cls=kind, evidence=_cut(message), remedy=_REMEDIES[kind], certain=certain and kind == "snapshot")
+        return Verdict(cls=kind, evidence=_cut(message), remedy=remedy, certain=certain and kind == "snapshot")
     lines = [line.strip() for line in (log or message).splitlines() if line.strip()]
     for signature in SIGNATURES:
         found = next((line for line in lines if re.search(signature.pattern, line)), None)
@@ -110,7 +112,7 @@ def classify(kind: Class, message: str, log: str = "", *, certain: bool = False)
             return Verdict(cls=signature.cls, evidence=_cut(found), remedy=signature.remedy, certain=signature.certain)
     # The first complaint is the cause; what follows it is CRIU's way back.
     first = next((line for line in lines if _ALARMING.search(line)), message)
-    return Verdict(cls=kind, evidence=_cut(first), remedy=_REMEDIES[kind])
+    return Verdict(cls=kind, evidence=_cut(first), remedy=remedy)
 
 
 def _cut(text: str) -> str:

@@ -46,6 +46,8 @@ class Try(_Record):
     """All that was said."""
     logged: bool = False
     """It came as far as an engine, so there may be a log of it."""
+    past: bool = False
+    """The same was done again since, and did not fail: it is not why things are as they are."""
 
 
 class Unfit(_Record):
@@ -69,7 +71,7 @@ class Story(_Record):
     """Until it may be started again without an operator's asking; None: nothing stands against it."""
     replicas: tuple[Replica, ...]
     tries: tuple[Try, ...]
-    """The latest first."""
+    """The latest first; those that are past after those that are not."""
     unfit: tuple[Unfit, ...]
     hosts: tuple[str, ...]
     """Those whose restorers report; none: nothing can be started."""
@@ -99,11 +101,11 @@ def tell(
         lacking: what each host lacks to start the model, if none can.
     """
     mine = [one for one in replicas if one.model == model and replica in ("", one.id)]
-    wrong = [one for one in trails if one.model == model and replica in ("", one.replica) and _went_wrong(one)]
-    tries = tuple(_try(one) for one in wrong[:MAX_TRIES])
+    tries = _tries(one for one in trails if one.model == model and replica in ("", one.replica))
+    now = [one for one in tries if not one.past]
     told = [one for one in mine if one.reason and one.state in (State.FAILED, State.QUARANTINED)]
     shut = [f"{one.id}: {barred[one.id]}" for one in mine if one.id in barred]
-    brief = tries[0].quote if tries else failure[0].detail if failure else told[0].reason if told else "".join(shut[:1])
+    brief = now[0].quote if now else failure[0].detail if failure else told[0].reason if told else "".join(shut[:1])
     return Story(
         model=model,
         state=state,
@@ -122,11 +124,23 @@ def tell(
     )
 
 
+def _tries(trails: Iterable[Trail]) -> tuple[Try, ...]:
+    """Those that went wrong, of trails that come the latest first."""
+    well: set[tuple[str, str]] = set()
+    found: list[Try] = []
+    for one in trails:
+        if _went_wrong(one):
+            found.append(_try(one, past=(one.kind, one.replica) in well))
+        elif one.outcome == "succeeded":
+            well.add((one.kind, one.replica))
+    return tuple(sorted(found, key=lambda tried: tried.past)[:MAX_TRIES])
+
+
 def _went_wrong(trail: Trail) -> bool:
     return trail.outcome in ("failed", "interrupted") or trail.verdict is not None
 
 
-def _try(trail: Trail) -> Try:
+def _try(trail: Trail, *, past: bool) -> Try:
     verdict = trail.verdict
     broken = next((step for step in trail.steps if step.error), None)
     said = trail.detail or (broken.error if broken is not None and broken.error else "")
@@ -144,4 +158,5 @@ def _try(trail: Trail) -> Try:
         remedy="" if verdict is None else verdict.remedy.replace("MODEL", trail.model),
         said=said,
         logged=bool(trail.steps),
+        past=past,
     )

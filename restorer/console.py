@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,7 @@ from policies.manifest import GpuState
 from policies.replica import Replica, Stage
 
 _SAY_S = 10.0
+_HASH = re.compile(r"\b([0-9a-f]{12})[0-9a-f]{28,52}\b")
 _SHORT = 24
 """Of a cell that is not folded."""
 
@@ -35,6 +37,11 @@ def size(count: int) -> str:
     if count >= 1 << 30:
         return f"{count / (1 << 30):.2f} GiB"
     return f"{count / (1 << 20):.1f} MiB" if count >= 50 << 10 else f"{count / (1 << 10):.1f} KiB"
+
+
+def short_hashes(text: str) -> str:
+    """Only the beginnings of hashes, which tell them apart."""
+    return _HASH.sub(r"\1…", text)
 
 
 def on_gpu(state: GpuState | None) -> str:

@@ -20,15 +20,14 @@ class RestorerError(Exception):
     certain: ClassVar[bool] = False
     """Of a snapshot's fault: once is proof."""
     remedy: ClassVar[str] = ""
-    """Where it is another than that of its kind."""
+    """Where it is another than that of its kind, and no line that was written knows a better one."""
     log: str = ""
     """What the tool or the engine behind it has written."""
 
     @property
     def verdict(self) -> Verdict:
         """Whose fault it is, after a look at what was written."""
-        found = classify(self.kind, str(self), self.log, certain=self.certain)
-        return found.model_copy(update={"remedy": self.remedy}) if self.remedy else found
+        return classify(self.kind, str(self), self.log, certain=self.certain, remedy=self.remedy)
 
     @property
     def brief(self) -> str:
@@ -119,6 +118,7 @@ class EngineDied(RestorerError):
     """The engine's process ended by itself."""
 
     kind = "transient"
+    remedy = "mend what the engine says at the end of its log: in models.MODEL.engine, in its files, or on this host"
 
 
 class EngineNotReady(RestorerError):

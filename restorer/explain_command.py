@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated
 
 import typer
@@ -11,13 +10,12 @@ from pydantic import ValidationError
 from policies.config import Config
 from policies.manifest import HostFacts
 from restorer.commands import OK, AsJson, ConfigFile
-from restorer.console import print_json, print_table, when
+from restorer.console import print_json, print_table, short_hashes, when
 from restorer.explain import Explanation, Snapshot, damaged, document, explain
 from restorer.operator import Admin, Failed, load
 from restorer.this_host import this_host
 
 HOST_INCOMPATIBLE = 3
-_HASH = re.compile(r"\b([0-9a-f]{12})[0-9a-f]{28,52}\b")
 
 
 def explain_(
@@ -103,5 +101,5 @@ def _rows(one: Snapshot) -> list[list[str]]:
 
 
 def _short(text: str) -> str:
-    text = _HASH.sub(r"\1…", text)
+    text = short_hashes(text)
     return text if len(text) <= 60 else f"{text[:57]}…"

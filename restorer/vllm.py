@@ -60,6 +60,9 @@ class Vllm(HttpEngine):
         wanted: list[tuple[str, ...]] = []
         if self.apart or self.sleeps:
             wanted.append(("--enable-sleep-mode",))
+        if self.captured and self.gpus > 1:
+            # vLLM's own all-reduce maps memory of one GPU's process into another's, which no checkpoint holds.
+            wanted.append(("--disable-custom-all-reduce",))
         if self._extended:
             wanted.append(("--worker-extension-cls", self.EXTENSION))
         given = {word.partition("=")[0] for word in command}

@@ -13,11 +13,14 @@ from pydantic import ValidationError
 
 from policies.story import Story, Try
 from restorer.commands import AsJson, ConfigFile
-from restorer.console import print_json, print_table, when
+from restorer.console import print_json, print_table, short_hashes, when
 from restorer.frame import brief, seconds
 from restorer.operator import Admin, Failed, load
 
 _CAUSE = 160
+_LINE = 240
+_UNFIT = 2
+"""Snapshots whose reasons are shown: the whole is to fit on a screen."""
 _FAULTS = {
     "host": "this host's doing: another may do",
     "snapshot": "the snapshot's own fault",
@@ -52,26 +55,33 @@ def why(
 
 def _lines(told: Story) -> Iterator[str]:
     stuck = [*_stuck(told)]
-    if not told.brief and not told.unfit:
-        yield f"{told.model} is {told.state}" + ("" if stuck else ": nothing is on record against it")
-        yield from (f"{one.id}: {one.reason}" for one in told.replicas if one.reason)
-        yield from stuck
-        return
-    yield f"{told.model} is {told.state}"
-    if told.tries:
-        yield from _attempt(told.tries[0])
+    clean = not (told.brief or told.unfit or told.tries or stuck)
+    yield f"{told.model} is {told.state}" + (": nothing is on record against it" if clean else "")
+    now = [one for one in told.tries if not one.past]
+    reasons = [f"{one.id}: {one.reason}" for one in told.replicas if one.reason]
+    if now:
+        yield from _attempt(now[0])
+    elif reasons:
+        yield from reasons
     elif told.brief:
         yield f"  {told.brief}"
     yield from stuck
     if told.next_try_s is not None:
         yield f"not tried again by itself for another {seconds(told.next_try_s)}; `rewake scale` tries at once"
-    for one in told.tries[1:]:
+    for one in told.tries[bool(now) :]:
         yield f"before that, {when(one.at_ms)} on {one.host}, {one.step}: {brief(one.quote, 200)}"
-    for unfit in told.unfit:
+    for unfit in told.unfit[:_UNFIT]:
         yield f"snapshot {unfit.id} on {unfit.host} is not used:"
-        yield from (f"    {line}" for line in unfit.reason.splitlines())
+        yield from (f"    {_middle_cut(short_hashes(line))}" for line in unfit.reason.splitlines())
+    if told.unfit[_UNFIT:]:
+        yield f"nor are {len(told.unfit) - _UNFIT} others"
     if told.unfit:
         yield f"every fact, and which hosts would do: rewake snapshot explain {told.model}"
+
+
+def _middle_cut(line: str) -> str:
+    """Its beginning, which names the fact, and its end, which is the remedy."""
+    return line if len(line) <= _LINE else f"{line[: _LINE // 2]} … {line[-_LINE // 2 :]}"
 
 
 def _stuck(told: Story) -> Iterator[str]:

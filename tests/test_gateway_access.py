@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ import httpx
 import pytest
 import yaml
 from conftest import running_store
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gateway import access
 from gateway.current import Current
@@ -127,6 +130,42 @@ def test_a_client_that_left_is_told_as_499() -> None:
 def test_odd_names_make_no_second_line() -> None:
     (line,) = logged(trail(id='a"b\n{"forged": 1}\u2028', tenant="t\r\n"))
     assert line["request_id"] == 'a"b\n{"forged": 1}\u2028'
+
+
+@given(
+    seconds=st.floats(-1, 1e7),
+    wall=st.floats(1, 4e9),
+    numbers=st.tuples(
+        st.integers(0, 10**12), st.integers(0, 10**12), st.none() | st.integers(0, 2000), st.none() | st.integers(0, 2000)
+    ),
+    id=st.text(max_size=20),
+    code=st.text(max_size=20),
+)
+def test_every_value_is_told_as_json_says_it(
+    seconds: float, wall: float, numbers: tuple[int, int, int | None, int | None], id: str, code: str
+) -> None:
+    """A line is put together out of texts; whoever reads it gets what an encoder would have written."""
+    names = ("bytes_in", "bytes_out", "prompt_tokens", "completion_tokens")
+    facts: dict[str, Any] = {"id": id, "code": code, "seconds": seconds, "ended": wall, **dict(zip(names, numbers, strict=True))}
+    with open(os.devnull, "wb") as nowhere:
+        log = access.Log(current(), nowhere.fileno())
+        log.write(trail(**facts))
+        line = json.loads(log._waiting.pop())
+    assert (line["request_id"], line["code"]) == (id, code)
+    assert tuple(line[name] for name in names) == numbers
+    assert line["duration_s"] == int(seconds * 10_000 + 0.5) / 10_000
+    told = datetime.strptime(line["time"], "%Y-%m-%dT%H:%M:%S.%f%z").timestamp()
+    assert abs(told - int(wall * 1000) / 1000) < 0.0005
+
+
+def test_what_lines_have_in_common_is_kept_for_a_bounded_number_of_clients() -> None:
+    with open(os.devnull, "wb") as nowhere:
+        log = access.Log(current(), nowhere.fileno())
+        for number in range(3000):
+            log.write(trail(client=f"client-{number}"))
+        lines = [json.loads(line) for line in log._waiting]
+        assert [line["client"] for line in lines] == [f"client-{number}" for number in range(3000)]
+        assert len(log._common) <= 1024
 
 
 def test_switched_off_it_writes_nothing_and_a_reload_switches_it_on() -> None:

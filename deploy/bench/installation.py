@@ -21,7 +21,6 @@ from rich.console import Console
 
 ROOT = rates.ROOT
 START_S, GONE_S = 60.0, 60.0
-_PAIR = ("--disable-custom-all-reduce",)
 _INSIDE = Path(__file__).with_name("inside")
 _ONE_GPU = ("--worker-cls=one_gpu.Worker", "--distributed-executor-backend=mp", "--gpu-memory-utilization=0.4")
 KV = {"7b": 1, "14b": 4}
@@ -99,11 +98,6 @@ class Bench:
             "canary": {"max_tokens": self.options.canary_tokens},
         }
 
-    def _one_gpu(self, env: dict[str, str]) -> dict[str, str]:
-        """What lets two workers have one GPU."""
-        path = ":".join(filter(None, (str(_INSIDE), env.get("PYTHONPATH"))))
-        return {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "LD_PRELOAD": self.options.one_gpu_nccl, "PYTHONPATH": path}
-
     def configuration(self, **changes: Any) -> dict[str, Any]:
         """The whole file.
 
@@ -112,9 +106,12 @@ class Bench:
                 section, ``pair``: to the environment of the engine on two GPUs.
         """
         restorer, gpu, groups = (changes.pop(name, {}) for name in ("restorer", "gpu", "groups"))
-        one_gpu = _ONE_GPU if self.options.one_gpu_nccl else ()
-        pair = self.model("7b", "--tensor-parallel-size=2", *_PAIR, *one_gpu, *self.options.pair_arg, count=2, untested=True)
-        pair["engine"]["env"] |= {**(self._one_gpu(pair["engine"]["env"]) if one_gpu else {}), **changes.pop("pair", {})}
+        one_gpu = _ONE_GPU if self.options.one_gpu else ()
+        pair = self.model("7b", "--tensor-parallel-size=2", *one_gpu, *self.options.pair_arg, count=2, untested=True)
+        env = pair["engine"]["env"]
+        if one_gpu:
+            env["PYTHONPATH"] = ":".join(filter(None, (str(_INSIDE), env.get("PYTHONPATH"))))
+        env |= changes.pop("pair", {})
         models = {self.names[name]: {**self.model(name, **gpu), **changes} for name in self.names}
         models[f"{self.names['7b']}-cold"] = {**self.model("7b"), "on_no_snapshot": "cold"}
         models[f"{self.names['7b']}-pair"] = pair

@@ -269,13 +269,15 @@ const FAULTS = {
 };
 
 function story(told) {
-  const [last, ...earlier] = told.tries;
+  // What has gone well since is not why things are as they are.
+  const [last, ...more] = told.tries.filter((one) => !one.past);
+  const earlier = [...more, ...told.tries.filter((one) => one.past)];
   const again = told.next_try_s === null ? null : h("p", { class: "note" }, `It is not tried again by itself for another ${seconds(told.next_try_s)}; an operator may at any time.`);
   if (!last) {
     const record = told.replicas.find((one) => one.reason) ?? told.replicas[0];
     const said = record?.reason || told.brief;
     const none = stuck(told) ? null : h("p", {}, "Nothing is on record against it.");
-    return [h("p", { class: "verdict" }, state(record?.state ?? told.state)), said ? quoted(said) : none, stuck(told), again, unfit(told)].filter(Boolean);
+    return [h("p", { class: "verdict" }, state(record?.state ?? told.state)), said ? quoted(said) : none, stuck(told), again, before(earlier), unfit(told)].filter(Boolean);
   }
   const cold = last.outcome === "succeeded";
   const what = last.kind === "start" ? (cold ? "The restore" : "The start") : "The snapshot";
@@ -288,10 +290,15 @@ function story(told) {
     stuck(told),
     again,
     last.said && last.said !== last.quote ? h("details", {}, h("summary", {}, "All that was said"), quoted(last.said)) : null,
-    earlier.length ? h("details", {}, h("summary", {}, `Before that: ${plural(earlier.length, "attempt")}`), h("ul", { class: "faults" }, earlier.map((one) => h("li", {}, `${moment(one.at_ms)} on ${one.host}, ${one.step}: ${one.quote}`)))) : null,
+    before(earlier),
     unfit(told),
   ].flat().filter(Boolean);
 }
+
+const before = (tries) =>
+  tries.length
+    ? h("details", {}, h("summary", {}, `Before that: ${plural(tries.length, "attempt")} that failed`), h("ul", { class: "faults" }, tries.map((one) => h("li", {}, `${moment(one.at_ms)} on ${one.host}, ${one.step}: ${one.quote}`))))
+    : null;
 
 /** Why nothing can start it now; null: a host can. */
 function stuck(told) {
