@@ -126,6 +126,8 @@ class Bench:
                 "network": self.options.network,
                 "max_attempts": 1,
                 "failure_backoff_s": 0.5,
+                # What is in the page cache is the bench's to decide.
+                "warm": {"enabled": False},
                 **restorer,
             },
             "models": models,
