@@ -145,7 +145,7 @@ reference: install  ## Write docs/reference out of the code.
 
 docs: reference  ## The documentation as a site, in build/site.
 	$(EDITABLE) '.[docs]'
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 crash-matrix: install criu  ## Break each step of a capture and of a restore in each way, and look what is left.
 	$(BIN)/python tests/crash_matrix.py $(MATRIX_ARGS)

@@ -16,6 +16,10 @@ from policies.scalars import OnOff, Section
 LEAST_BYTES = 64 << 20
 """Smaller files are read on by the kernel faster than a choice is made."""
 _LEAST_TOUCHED = 0.5
+_TWICE = 1.5
+"""So much faster must be what takes fresh memory twice, and the processors with it, than what takes it once."""
+_CLEARLY = 1.25
+"""Short measurements differ by less than this without a reason."""
 
 
 class Restore(Section):
@@ -48,7 +52,7 @@ def direct(settings: Restore, rates: Rates | None, *, alone: bool = True) -> Cho
     if rates is None:
         return Choice(True, "this host has not been measured yet")
     why = f"{_rate(rates.disk)} past the page cache, {_rate(rates.disk_cached)} through it"
-    return Choice(rates.disk >= rates.disk_cached, why)
+    return Choice(rates.disk_cached < _TWICE * rates.disk, why)
 
 
 def huge(rates: Rates | None) -> Choice:
@@ -56,7 +60,7 @@ def huge(rates: Rates | None) -> Choice:
     if rates is None:
         return Choice(True, "this host has not been measured yet")
     why = f"fresh memory takes {_rate(rates.fill_huge)} in huge pages, {_rate(rates.fill)} in small ones"
-    return Choice(rates.fill_huge >= rates.fill, why)
+    return Choice(rates.fill_huge >= _CLEARLY * rates.fill, why)
 
 
 def ahead(settings: Restore, files: Sequence[MappedFile]) -> tuple[tuple[MappedFile, ...], str]:

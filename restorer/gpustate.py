@@ -83,7 +83,8 @@ def _may_be_captured(host: Host, engine: HttpEngine) -> None:
     if gpu.count > engine.most_gpus and not gpu.untested:
         raise SnapshotError(
             f"{engine.model.engine.kind} on {gpu.count} GPUs has not been seen to survive a checkpoint (on {engine.most_gpus} it "
-            "has); it starts cold; engine.gpu.untested: true tries all the same"
+            "has): with driver 580 the kernels of NCCL fail after a restore; it starts cold; engine.gpu.untested: true tries all "
+            "the same, and its rehearsal tells"
         )
 
 

@@ -73,8 +73,8 @@ def _lines(told: Story) -> Iterator[str]:
     for unfit in told.unfit[:_UNFIT]:
         yield f"snapshot {unfit.id} on {unfit.host} is not used:"
         yield from (f"    {_middle_cut(short_hashes(line))}" for line in unfit.reason.splitlines())
-    if told.unfit[_UNFIT:]:
-        yield f"nor are {len(told.unfit) - _UNFIT} others"
+    if more := len(told.unfit[_UNFIT:]):
+        yield f"nor {'is 1 other' if more == 1 else f'are {more} others'}"
     if told.unfit:
         yield f"every fact, and which hosts would do: rewake snapshot explain {told.model}"
 

