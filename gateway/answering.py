@@ -108,7 +108,7 @@ class Answering:
         pending = self._pending
         if pending and self._client.transport is not None:
             data = pending[0] if len(pending) == 1 else b"".join(pending)
-            self._client.outbox.put(self._client.transport, data, self.watched, True)
+            self._client.outbox.put(self._client.transport, data, self.watched)
             self.watched = False
         self._pending = []
 

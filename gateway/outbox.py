@@ -14,8 +14,6 @@ from gateway.life import Life
 _MOST: Final = 64
 """Writes that may wait for each other, each at most what one read has brought; they wait for what has arrived already to be
 judged, never for more to arrive: the first of so many waits about a millisecond for the last."""
-_MOST_PIECES: Final = 4
-"""The same when one of them is a piece of a stream, which somebody reads as it comes."""
 _FEW: Final = 8
 """With no more requests open than this, the time until a write counts for more than what it costs."""
 
@@ -30,14 +28,14 @@ class Outbox:
         self._loop = asyncio.get_running_loop()
         self._waiting: list[tuple[asyncio.Transport, bytes]] = []
 
-    def put(self, transport: asyncio.Transport, data: bytes, now: bool = False, piece: bool = False) -> None:
+    def put(self, transport: asyncio.Transport, data: bytes, now: bool = False) -> None:
         """Send it before the loop waits for anything; ``now``: somebody watches for it, so it waits for no other connection's."""
         if now and not any(other is transport for other, _ in self._waiting):
             if not transport.is_closing():
                 transport.write(data)
             return
         self._waiting.append((transport, data))
-        if now or self._life.open <= _FEW or len(self._waiting) >= (_MOST_PIECES if piece else _MOST):
+        if now or self._life.open <= _FEW or len(self._waiting) >= _MOST:
             self.send()
         elif len(self._waiting) == 1:
             self._loop.call_soon(self.send)

@@ -81,10 +81,3 @@ async def test_nor_does_it_wait_until_other_connections_have_theirs() -> None:
     assert (wires[0].sent, wires[1].sent) == ([], [b"b"])
     await asyncio.sleep(0)
     assert (wires[0].sent, wires[1].sent) == ([b"a"], [b"b"])
-
-
-async def test_pieces_of_streams_wait_for_few_others() -> None:
-    box, wires, transports = outbox(64, wanted=10)
-    for transport in transports:
-        box.put(transport, b"x", piece=True)
-    assert sum(len(wire.sent) for wire in wires) == 8
