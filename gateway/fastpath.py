@@ -33,9 +33,9 @@ _PATIENCE_S: Final = 1.0
 _AHEAD: Final = 256 << 10
 """Bytes that a client may send ahead of its turn."""
 _TICK_S: Final = 1.0
-_IDLE_S: Final = 3630.0
+_IDLE_S = 3630.0
 """A connection on which nothing was asked for so long is closed; as long as on the other path."""
-_STALLED_S: Final = 300.0
+_STALLED_S = 300.0
 """A client that has not taken the end of its last answer by then is cut off."""
 _BUG = "The gateway failed; its log tells more under this request id."
 
