@@ -1,7 +1,7 @@
 """A real S3 server, moto's, behind a front that counts requests and breaks those that a test wants broken.
 
 For obstore's client of Google's store the front says "only if there is none", and who asks, in S3's words; all else is the same.
-Of the emulators of that store that are packages none understands this client.
+Of the emulators of that store that are packages none takes all that this client asks.
 """
 
 from __future__ import annotations
