@@ -158,7 +158,7 @@ check: install  ## Lint, format, types, layering.
 
 # Not in .venv: what is compiled does not follow its source.
 $(COMPILED)/.installed: pyproject.toml setup.py $(wildcard gateway/*.py policies/*.py) | system
-	$(PYTHON) -m venv $(COMPILED)
+	$(PYTHON) -m venv --clear $(COMPILED)
 	$(COMPILED)/bin/python -m pip install --quiet --upgrade pip
 	$(COMPILED)/bin/python -m pip install --quiet '.[compile,tracing]'
 	REWAKE_COMPILE=1 $(COMPILED)/bin/python -m pip install --quiet --no-build-isolation --no-deps --force-reinstall .
