@@ -211,6 +211,7 @@ def main() -> None:
     parser.add_argument("--no-cuda", action="store_true")
     parser.add_argument("--deaf", action="store_true")
     parser.add_argument("--enable-sleep-mode", action="store_true")
+    parser.add_argument("--disable-custom-all-reduce", action="store_true")
     parser.add_argument("--worker-extension-cls", default="")
     options = parser.parse_args()
     forks = multiprocessing.get_context("fork")
