@@ -306,7 +306,8 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
         "headline": {
             "restore_cold_vs_floor": first["vs_yardstick"],
             "restore_cold_vs_own_floor": first["vs_floor"],
-            "restore_vs_cold_start": first["times_faster_than_cold_start"],
+            # Without cold starts (--cold 0) there is none to be compared with.
+            "restore_vs_cold_start": first.get("times_faster_than_cold_start"),
             "restore_vs_plain_criu": first["times_faster_than_plain_criu"],
             "restore_vs_plain_criu_without_canary": first["without_canary_times_faster_than_plain_criu"],
         },
