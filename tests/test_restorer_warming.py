@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import pytest
 from conftest import eventually
+from test_restorer_hostfacts import written
 from test_restorer_snapshots import draft
 
 from policies.config import Config
@@ -197,9 +198,7 @@ def test_what_nobody_needs_is_what_the_host_or_a_group_leaves(tmp_path: Path) ->
         "sys/fs/cgroup/a/memory.stat": f"anon 1\nfile_mapped {100 << 10}\nactive_file 7\ninactive_file {700 << 10}\n",
         "sys/fs/cgroup/a/b/memory.max": "max",
     }
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
+    written(tmp_path, files)
     assert memory_now(tmp_path / "proc", tmp_path / "sys") == Memory(1000 << 10, 600 << 10, 6000 << 10)
     (tmp_path / "sys/fs/cgroup/a/memory.max").write_text("max")
     assert memory_now(tmp_path / "proc", tmp_path / "sys") == Memory(8000 << 10, 2000 << 10, 16000 << 10)
@@ -213,7 +212,5 @@ def test_a_version_1_group_counts_too(tmp_path: Path) -> None:
         "sys/fs/cgroup/memory/a/memory.usage_in_bytes": str(7000 << 10),
         "sys/fs/cgroup/memory/a/memory.stat": f"total_mapped_file 0\ntotal_inactive_file {700 << 10}\n",
     }
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
+    written(tmp_path, files)
     assert memory_now(tmp_path / "proc", tmp_path / "sys") == Memory(0, 700 << 10, 6000 << 10)

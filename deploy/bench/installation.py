@@ -62,7 +62,7 @@ class Bench:
     @property
     def helper(self) -> list[str]:
         """argv of the GPU helper."""
-        return list(self.options.gpu_helper) or [sys.executable, "-P", "-m", "restorer.cuda_helper"]
+        return list(self.options.gpu_helper or rates.HELPER)
 
     # ---------------------------------------------------------------- the installation
 

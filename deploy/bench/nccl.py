@@ -138,7 +138,7 @@ def main() -> int:
     parser.add_argument("--gpu-helper", action="append", metavar="WORD", help="argv of another GPU helper than ours")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    helper = options.gpu_helper or [sys.executable, "-P", "-m", "restorer.cuda_helper"]
+    helper = options.gpu_helper or rates.HELPER
     facts = rates.ask(helper, {"op": "facts"})[0].result
     gpus = len(facts["gpus"])
     result: dict[str, Any] = {"driver": facts["driver"], "gpus": gpus, "gpu": facts["gpus"][0]["name"], "cases": {}}

@@ -10,12 +10,15 @@ import mmap
 import os
 import platform
 import subprocess
+import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
+HELPER = (sys.executable, "-P", "-m", "restorer.cuda_helper")
+"""argv of the product's GPU helper."""
 _BLOCK = 8 << 20
 _HOG = """
 import sys, torch
