@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from restorer.lazily import group
+from restorer.cli.lazily import group
 
 OK, FAILED, INTERRUPTED = 0, 1, 130
 _COMMANDS = {
@@ -83,8 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _refused(error: Exception) -> int:
     """Say what a command could not do, and why. Raises the error if it is none that is meant for people."""
+    from restorer.cli.operator import Failed  # noqa: PLC0415
     from restorer.errors import RestorerError  # noqa: PLC0415 -- whoever raised it has imported it; nobody else needs it
-    from restorer.operator import Failed  # noqa: PLC0415
 
     if not isinstance(error, Failed | RestorerError):
         raise error

@@ -20,10 +20,10 @@ import pytest
 from conftest import eventually, require_root
 from dumping import dumped, restored, some_boxes, started
 
-from restorer.box import FIRST_PID, Box, BoxFactory, Output
-from restorer.criu import Criu
+from restorer.boxes.box import FIRST_PID, Box, BoxFactory, Output
+from restorer.checkpoint.criu import Criu
 from restorer.errors import ToolHung
-from restorer.processes import status
+from restorer.procfs.processes import status
 
 ROOT = Path(__file__).resolve().parents[1]
 ELSEWHERE = {

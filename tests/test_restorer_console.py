@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from restorer import console
+from restorer.cli import console
 
 ROOT = Path(__file__).parents[1]
 TITLES = ["REPLICA", "STATE", "SNAPSHOT", "ADDRESS", "REASON"]

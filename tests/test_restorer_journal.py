@@ -19,11 +19,11 @@ from conftest import eventually
 import rewake
 from policies.failures import Verdict
 from policies.journal import MOST_TEXT, Undo, decoded
-from restorer import journal as journals
-from restorer import undo
 from restorer.errors import Environment, ToolHung
-from restorer.journal import Journal, Journals
-from restorer.stages import Stages
+from restorer.operations import undo
+from restorer.records import journal as journals
+from restorer.records.journal import Journal, Journals
+from restorer.records.stages import Stages
 
 ROOT = Path(__file__).resolve().parents[1]
 WHAT: dict[str, Any] = {

@@ -13,7 +13,7 @@ import pytest
 from conftest import require_root
 from places import Place
 
-from restorer import sharing
+from restorer.storage import sharing
 
 SCRIPT = """
 import json, os, subprocess, sys

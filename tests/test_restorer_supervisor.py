@@ -14,8 +14,8 @@ import pytest
 from conftest import eventually, require_root
 from processes import alive, opened_up, spawn
 
-from restorer.rundir import Account
-from restorer.supervisor import Child, Supervisor, end
+from restorer.installation.rundir import Account
+from restorer.installation.supervisor import Child, Supervisor, end
 
 FAKE = str(Path(__file__).with_name("fake_child.py"))
 ROOT = Path(__file__).parents[1]
