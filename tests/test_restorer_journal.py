@@ -204,8 +204,8 @@ KILLED = """
     import asyncio, os, signal
     from pathlib import Path
     from policies.journal import Undo
-    from restorer.journal import Journals
-    from restorer.stages import Stages
+    from restorer.records.journal import Journals
+    from restorer.records.stages import Stages
 
     async def main():
         def hook(name, when):

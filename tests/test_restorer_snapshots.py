@@ -333,7 +333,7 @@ def test_sweep_removes_debris_but_neither_snapshots_nor_work_in_progress(store: 
 def test_sweep_knows_a_staging_of_another_process(store: SnapshotStore, tmp_path: Path) -> None:
     script = f"""
 from pathlib import Path
-from restorer.snapshots import *; from restorer.stamps import Stamps
+from restorer.storage.snapshots import *; from restorer.storage.stamps import Stamps
 SnapshotStore(Path({str(store.root)!r}), Stamps(Path({str(tmp_path / "s")!r}))).stage(); print(flush=True)
 input()"""
     with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=Path.cwd()) as maker:

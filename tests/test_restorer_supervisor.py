@@ -187,7 +187,7 @@ async def test_a_child_becomes_its_account_before_it_runs() -> None:
 _ORPHAN = """
 import asyncio, signal, sys
 from pathlib import Path
-from restorer.supervisor import Child, Supervisor
+from restorer.installation.supervisor import Child, Supervisor
 async def main():
     supervisor = Supervisor(say=lambda name, text: print(name, text, flush=True))
     for name, number in (("gentle", "SIGTERM"), ("unprivileged", "SIGTERM"), ("hard", "SIGKILL")):

@@ -133,7 +133,7 @@ def begun(direction: str, settings: Remote, place: Place, id: str) -> subprocess
         sys.path[:0] = {[str(Path.cwd()), str(Path(__file__).parent)]!r}
         from pathlib import Path
         from policies.storage import Remote
-        from restorer.catalog import open_catalog
+        from restorer.remotes.catalog import open_catalog
         from places import Place
         async def main():
             place = Place(Path({str(place.snapshots.root.parent)!r}))
@@ -359,8 +359,8 @@ sys.path[:0] = {[str(Path.cwd()), str(Path(__file__).parent)]!r}
 from pathlib import Path
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", {str(place)!r}], check=True)
 from policies.storage import Remote
-from restorer import transfer
-from restorer.catalog import open_catalog
+from restorer.remotes import transfer
+from restorer.remotes.catalog import open_catalog
 from restorer.errors import Environment
 from places import Place
 if sys.argv[1] == "late":  # the disk fills up while the pull is under way
@@ -410,8 +410,8 @@ import asyncio, json, os, random, sys, time
 sys.path[:0] = {[str(Path.cwd()), str(Path(__file__).parent)]!r}
 from pathlib import Path
 from policies.storage import Remote
-from restorer.catalog import open_catalog
-from restorer.files import allocated
+from restorer.remotes.catalog import open_catalog
+from restorer.system.files import allocated
 from places import Place
 from test_restorer_snapshots import draft
 took, began = {{}}, time.monotonic()
