@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from json.encoder import encode_basestring_ascii
 from typing import Final
 
 import msgspec
@@ -176,7 +177,7 @@ class Log:
         millisecond = int((trail.ended or self._wall()) * 1000)
         if millisecond != self._millisecond:
             self._now_is(millisecond)
-        id = _ENCODER.encode(trail.id).decode()  # the client may have chosen it
+        id = encode_basestring_ascii(trail.id)  # the client may have chosen it
         waited = _short(trail.waited_s) if trail.waited_s else "0.0"
         duration = _short(trail.seconds)
         if trail.first_byte_s is None:
