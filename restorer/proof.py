@@ -10,6 +10,7 @@ from pathlib import Path
 
 from policies.manifest import Exchange, Manifest
 from restorer import accounts, canary, gpustate
+from restorer.arrival import Arrival
 from restorer.box import Box
 from restorer.engines import HttpEngine
 from restorer.errors import CanaryDiffers, EngineDied, EngineNotReady, SnapshotError
@@ -30,6 +31,7 @@ async def revived(
     placement: Placement | None,
     up: Callable[[], Awaitable[object]],
     touched: Touched | None = None,
+    arrival: Arrival | None = None,
 ) -> Instance:
     """Restore what is in ``folder`` into an empty box and compare its answers with its donor's.
 
@@ -37,12 +39,13 @@ async def revived(
         folder: where ``images`` and ``scratch`` are.
         up: called between the two.
         touched: what is read beside it, of which the canary's time is told.
+        arrival: of a snapshot whose weights still come; it says where all else is.
 
     Raises:
         CanaryDiffers: it answers otherwise. Otherwise as :func:`restorer.gpustate.revive`; the box must be ended.
     """
     try:
-        instance = await gpustate.revive(host, box, engine, manifest, folder, stages, placement)
+        instance = await gpustate.revive(host, box, engine, manifest, folder, stages, placement, arrival)
         await up()
         await proved(host, instance, manifest.canary, stages, touched)
     except (EngineDied, EngineNotReady) as error:

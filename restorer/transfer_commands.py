@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from policies.config import Config
-from restorer import difference, transfer
+from restorer import difference, pulling, transfer
 from restorer.catalog import chosen
 from restorer.commands import AsJson, ConfigFile
 from restorer.console import bytes_bar, print_json, print_table, size
@@ -61,7 +61,7 @@ def pull(id: str, remote: RemoteName = None, config: ConfigFile = None, json_: A
         manifest = await catalog.manifest(copy)
         if any(manifest.id == one.id for one in store.list()):
             return Moved(chunks=manifest.chunks.count if manifest.chunks else 0)
-        return await transfer.pull(catalog, store, weights, manifest, copy, keys=keys, reserve_bytes=reserve, report=report)
+        return await pulling.pull(catalog, store, weights, manifest, copy, keys=keys, reserve_bytes=reserve, report=report)
 
     moved = _followed(f"pull {id}", work)
     _shown(found[0], f"pulled from {catalog.what}", moved, json_)

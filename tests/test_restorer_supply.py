@@ -46,7 +46,8 @@ async def wanted() -> None:
 async def test_the_remote_is_not_asked(match: Match, at: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supply, "_pulled", lambda *_: pytest.fail("it was asked"))
     stages = Stages()
-    assert await supply.supplied(at, "m", match, stages, wanted) is match
+    async with supply.supplied(at, "m", match, stages, wanted) as found:
+        assert found is match
     assert stages.done == []
 
 
@@ -57,8 +58,8 @@ async def test_a_pull_that_takes_too_long_is_given_up_and_the_start_says_so(monk
 
     monkeypatch.setattr(supply, "_pulled", pulled)
     stages = Stages()
-    match = await supply.supplied(host(), "m", NONE, stages, wanted)
-    assert match.manifest is None
+    async with supply.supplied(host(), "m", NONE, stages, wanted) as match:
+        assert match.manifest is None
     assert "did not end within 0.05 s (storage.pull_timeout_s)" in match.why
     assert [(stage.name, stage.tier) for stage in stages.done] == [("pull", "network")]
 
@@ -68,7 +69,8 @@ async def test_a_full_disk_costs_the_pull_and_not_the_start(monkeypatch: pytest.
         raise Environment("disk full while pulling a snapshot")
 
     monkeypatch.setattr(supply, "_pulled", pulled)
-    assert "disk full" in (await supply.supplied(host(), "m", NONE, Stages(), wanted)).why
+    async with supply.supplied(host(), "m", NONE, Stages(), wanted) as match:
+        assert "disk full" in match.why
 
 
 async def test_a_pull_that_nobody_wants_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +90,8 @@ async def test_a_pull_that_nobody_wants_is_ended(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(supply, "_ASK_S", 0.01)
     slow = host(STORAGE.model_copy(update={"pull_timeout_s": 60.0}))
     with pytest.raises(Cancelled):
-        await supply.supplied(slow, "m", NONE, Stages(), unwanted)
+        async with supply.supplied(slow, "m", NONE, Stages(), unwanted):
+            pytest.fail("nobody wants it")
     assert ended.is_set()
 
 

@@ -17,7 +17,7 @@ from s3_server import S3
 from policies.manifest import Allocation, GpuState, Manifest, WeightsPart
 from policies.retention import RemoteRetention
 from policies.storage import Remote
-from restorer import leases, sweeper, transfer
+from restorer import leases, pulling, sweeper, transfer
 from restorer.catalog import Catalog, open_catalog
 from restorer.errors import InUse, RemoteFailed
 
@@ -82,7 +82,7 @@ async def test_who_pulls_what_is_removed_meanwhile_can_end(any_remote: Remote, h
     copy = await catalog.find(manifest.id)
     await catalog.withdraw(copy)
     assert (await sweeper.collect(catalog, GRACE)).objects == 0
-    await transfer.pull(catalog, there.snapshots, there.weights, manifest, copy)
+    await pulling.pull(catalog, there.snapshots, there.weights, manifest, copy)
     assert there.snapshots.load(manifest.id) == manifest
 
 
