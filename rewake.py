@@ -14,42 +14,42 @@ from typing import Annotated
 
 import typer
 
-from restorer.lazily import group
+from restorer.cli.lazily import group
 
 OK, FAILED, INTERRUPTED = 0, 1, 130
 _COMMANDS = {
-    "up": "restorer.process_commands:up",
-    "gateway": "restorer.process_commands:gateway",
-    "restorer": "restorer.process_commands:restorer",
-    "doctor": "restorer.doctor_command:doctor",
+    "up": "restorer.cli.process_commands:up",
+    "gateway": "restorer.cli.process_commands:gateway",
+    "restorer": "restorer.cli.process_commands:restorer",
+    "doctor": "restorer.cli.doctor_command:doctor",
     "key": "gateway.keys:key",
-    "journal": "restorer.journal_commands:journal",
-    "reload": "restorer.commands:reload",
-    "restart": "restorer.commands:restart",
-    "top": "restorer.top:top",
-    "why": "restorer.why:why",
-    "support": "restorer.support:support",
-    "ps": "restorer.replica_commands:ps",
-    "scale": "restorer.replica_commands:scale",
-    "drain": "restorer.replica_commands:drain",
-    "move": "restorer.replica_commands:move",
-    "logs": "restorer.logs_command:logs",
+    "journal": "restorer.cli.journal_commands:journal",
+    "reload": "restorer.cli.commands:reload",
+    "restart": "restorer.cli.commands:restart",
+    "top": "restorer.cli.top:top",
+    "why": "restorer.cli.why:why",
+    "support": "restorer.cli.support:support",
+    "ps": "restorer.cli.replica_commands:ps",
+    "scale": "restorer.cli.replica_commands:scale",
+    "drain": "restorer.cli.replica_commands:drain",
+    "move": "restorer.cli.replica_commands:move",
+    "logs": "restorer.cli.logs_command:logs",
 }
 _SNAPSHOT = {
-    "create": "restorer.snapshot_commands:create",
-    "ls": "restorer.snapshot_commands:ls",
-    "show": "restorer.snapshot_commands:show",
-    "verify": "restorer.snapshot_commands:verify",
-    "rm": "restorer.snapshot_commands:rm",
-    "release": "restorer.snapshot_commands:release",
-    "push": "restorer.transfer_commands:push",
-    "pull": "restorer.transfer_commands:pull",
-    "diff": "restorer.transfer_commands:diff",
-    "key": "restorer.trust_commands:key",
-    "sign": "restorer.trust_commands:sign",
-    "gc": "restorer.retention_commands:gc",
-    "explain": "restorer.explain_command:explain_",
-    "inspect": "restorer.inspect_command:inspect",
+    "create": "restorer.cli.snapshot_commands:create",
+    "ls": "restorer.cli.snapshot_commands:ls",
+    "show": "restorer.cli.snapshot_commands:show",
+    "verify": "restorer.cli.snapshot_commands:verify",
+    "rm": "restorer.cli.snapshot_commands:rm",
+    "release": "restorer.cli.snapshot_commands:release",
+    "push": "restorer.cli.transfer_commands:push",
+    "pull": "restorer.cli.transfer_commands:pull",
+    "diff": "restorer.cli.transfer_commands:diff",
+    "key": "restorer.cli.trust_commands:key",
+    "sign": "restorer.cli.trust_commands:sign",
+    "gc": "restorer.cli.retention_commands:gc",
+    "explain": "restorer.cli.explain_command:explain_",
+    "inspect": "restorer.cli.inspect_command:inspect",
 }
 
 app = typer.Typer(
@@ -83,8 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _refused(error: Exception) -> int:
     """Say what a command could not do, and why. Raises the error if it is none that is meant for people."""
+    from restorer.cli.operator import Failed  # noqa: PLC0415
     from restorer.errors import RestorerError  # noqa: PLC0415 -- whoever raised it has imported it; nobody else needs it
-    from restorer.operator import Failed  # noqa: PLC0415
 
     if not isinstance(error, Failed | RestorerError):
         raise error

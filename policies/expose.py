@@ -1,6 +1,6 @@
 """How the replicas of a host are reached from others: settings of their doors.
 
-A door is a process of its own beside each box; see :mod:`restorer.door`.
+A door is a process of its own beside each box; see :mod:`restorer.boxes.door`.
 """
 
 from __future__ import annotations

@@ -12,12 +12,12 @@ import sys
 from pathlib import Path
 
 from policies.config import Config
-from restorer import network
+from restorer.boxes import network
 from restorer.errors import RestorerError
-from restorer.host import build
-from restorer.journal import Hook, program_hook
-from restorer.reload import Line, read, reload
-from restorer.worker import Worker
+from restorer.machine.host import build
+from restorer.operations.reload import Line, read, reload
+from restorer.operations.worker import Worker
+from restorer.records.journal import Hook, program_hook
 
 log = logging.getLogger("rewake.restorer")
 USAGE = 2

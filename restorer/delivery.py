@@ -17,14 +17,14 @@ from pathlib import Path
 import httpx
 
 from policies.manifest import GpuState, Weights
-from restorer import pagecache
+from restorer.adapters.engines import HttpEngine
 from restorer.arrival import Arrival
-from restorer.box import Box
-from restorer.cuda import Cuda
-from restorer.engines import HttpEngine
+from restorer.boxes.box import Box
 from restorer.errors import CanaryDiffers, EngineNotReady, RestorerError
-from restorer.gpus import MARGIN_BYTES, Placement, memory
-from restorer.host import Host, log
+from restorer.gpu.cuda import Cuda
+from restorer.gpu.gpus import MARGIN_BYTES, Placement, memory
+from restorer.machine.host import Host, log
+from restorer.system import pagecache
 
 _SLOWEST = 50e6
 """Bytes a second that weights come and go at on the slowest disk that is waited for; beside them, a minute for all else."""

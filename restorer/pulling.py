@@ -21,16 +21,16 @@ from pathlib import Path
 from blake3 import blake3
 
 from policies.manifest import Manifest, Weights, WeightsPart, canonical
-from restorer import chunks, sharing, signatures
 from restorer.arrival import Arrival
-from restorer.catalog import Catalog, Copy
-from restorer.chunks import Chunk
 from restorer.errors import Environment, SnapshotError
-from restorer.keyring import KeyRing
-from restorer.partial import Partial
-from restorer.snapshots import SnapshotStore
-from restorer.transfer import Copying, Moved, Place, Plan, Report
-from restorer.weights import WeightsStore
+from restorer.remotes.catalog import Catalog, Copy
+from restorer.remotes.transfer import Copying, Moved, Place, Plan, Report
+from restorer.storage import chunks, sharing, signatures
+from restorer.storage.chunks import Chunk
+from restorer.storage.keyring import KeyRing
+from restorer.storage.partial import Partial
+from restorer.storage.snapshots import SnapshotStore
+from restorer.storage.weights import WeightsStore
 
 _BATCH = 64
 _BEHIND = 4

@@ -36,10 +36,10 @@ from e2e_installation import ROOT, Installation, eventually, network, processes
 
 from policies.journal import Trail
 from policies.manifest import Manifest
-from restorer.journal import Journals
-from restorer.processes import start_time
-from restorer.snapshots import SnapshotStore
-from restorer.stamps import Stamps
+from restorer.procfs.processes import start_time
+from restorer.records.journal import Journals
+from restorer.storage.snapshots import SnapshotStore
+from restorer.storage.stamps import Stamps
 
 MODEL = "m"
 FAULTS = ("kill", "enospc", "nonzero", "hang", "killed")

@@ -13,11 +13,11 @@ import pytest
 from conftest import eventually
 from e2e_installation import a_place, needed, network
 
-from restorer import timers
-from restorer.box import Box, BoxFactory
-from restorer.criu import Criu
+from restorer.boxes.box import Box, BoxFactory
+from restorer.checkpoint import timers
+from restorer.checkpoint.criu import Criu
 from restorer.errors import ToolFailed
-from restorer.trees import capture_tree, lay_tree
+from restorer.storage.trees import capture_tree, lay_tree
 
 
 @contextlib.asynccontextmanager

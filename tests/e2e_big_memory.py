@@ -12,9 +12,10 @@ import signal
 import sys
 from pathlib import Path
 
-from restorer import images, pagecache, pages
-from restorer.filling import Filling
-from restorer.images import Field, Image
+from restorer.checkpoint import images, pages
+from restorer.checkpoint.filling import Filling
+from restorer.checkpoint.images import Field, Image
+from restorer.system import pagecache
 
 HEAD = bytes.fromhex("19435654") + b"test"
 PAGE, MIB = mmap.PAGESIZE, 1 << 20

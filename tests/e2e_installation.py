@@ -22,7 +22,7 @@ import yaml
 from conftest import require_root
 
 from policies.manifest import Manifest, canonical
-from restorer.modules import ROOT as PACKAGES
+from restorer.system.modules import ROOT as PACKAGES
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[1]

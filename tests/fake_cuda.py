@@ -23,8 +23,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from restorer import cuda_loader
-from restorer.cuda_helper import CHECKPOINTED, LOCKED, RUNNING, DriverError, serve
+from restorer.gpu import cuda_loader
+from restorer.gpu.cuda_helper import CHECKPOINTED, LOCKED, RUNNING, DriverError, serve
 
 OUT_OF_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
 

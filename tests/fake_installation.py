@@ -26,7 +26,7 @@ FAKE = str(Path(__file__).with_name("fake_child.py"))
 _DRIVER = """
 import json, sys
 import rewake
-from restorer import up
+from restorer.installation import up
 told = json.loads(sys.argv[1])
 real = up.command
 def command(package, config_file, url, *more):

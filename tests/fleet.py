@@ -150,7 +150,7 @@ class FleetHost:
         return [pid for pid, argv in processes() if mark in argv and not argv.split(b"\0", 1)[0].endswith(b"unshare")]
 
     def doors(self) -> list[int]:
-        return [pid for pid, argv in self.node.processes() if b"/restorer/door.py" in argv]
+        return [pid for pid, argv in self.node.processes() if b"/restorer/boxes/door.py" in argv]
 
     def snapshots(self) -> list[Path]:
         return sorted(path.parent for path in (self.state_dir / "snapshots").glob("*/manifest.json"))

@@ -9,11 +9,12 @@ from typing import Any
 from test_restorer_snapshots import draft
 
 from policies.manifest import Manifest
-from restorer import pulling, transfer
-from restorer.catalog import Catalog
-from restorer.snapshots import SnapshotStore
-from restorer.stamps import Stamps
-from restorer.weights import WeightsStore
+from restorer import pulling
+from restorer.remotes import transfer
+from restorer.remotes.catalog import Catalog
+from restorer.storage.snapshots import SnapshotStore
+from restorer.storage.stamps import Stamps
+from restorer.storage.weights import WeightsStore
 
 
 class Place:

@@ -15,7 +15,7 @@ from e2e_installation import ROOT, Installation, a_place, eventually, manifest_o
 
 from policies import floor
 from policies.replica import Replica
-from restorer import pagecache
+from restorer.system import pagecache
 
 pytestmark = pytest.mark.criu
 MIB = 1 << 20

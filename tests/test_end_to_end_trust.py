@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from e2e_installation import Installation, a_place, eventually, manifest_of, network, rewritten, small
 
-from restorer import keyring, stamps
+from restorer.storage import keyring, stamps
 
 pytestmark = pytest.mark.criu
 

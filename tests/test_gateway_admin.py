@@ -12,7 +12,7 @@ from test_policies_compat import HOST
 from policies.manifest import HostFacts
 from policies.replica import State
 from policies.wire import REPORT_TTL_MS, HostReport, Operation, OperationState, SnapshotSummary
-from restorer.jobs import JobStore
+from restorer.coordination.jobs import JobStore
 
 
 @pytest.mark.parametrize(

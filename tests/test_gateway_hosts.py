@@ -18,8 +18,8 @@ from policies.observing import Metrics as Access
 from policies.tenancy import key_hash
 from policies.tracing import Context
 from policies.wire import HostReport
-from restorer.jobs import JobStore
-from restorer.tally import Tally
+from restorer.coordination.jobs import JobStore
+from restorer.records.tally import Tally
 
 OPENMETRICS = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"
 

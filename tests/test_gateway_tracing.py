@@ -20,8 +20,8 @@ from policies.observing import Tracing
 from policies.replica import Stage
 from policies.tracing import Context, Span
 from policies.wire import Job, JobKind, OperationState
-from restorer import spans
-from restorer.jobs import Claim, JobStore, Outcome
+from restorer.coordination.jobs import Claim, JobStore, Outcome
+from restorer.records import spans
 
 CLIENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 UNSAMPLED = CLIENT[:-1] + "0"

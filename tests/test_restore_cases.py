@@ -20,10 +20,10 @@ import pytest
 from conftest import eventually, require_root
 from dumping import dumped, restored, some_boxes, started
 
-from restorer.box import FIRST_PID, Box, BoxFactory, Output
-from restorer.criu import Criu
+from restorer.boxes.box import FIRST_PID, Box, BoxFactory, Output
+from restorer.checkpoint.criu import Criu
 from restorer.errors import ToolHung
-from restorer.processes import status
+from restorer.procfs.processes import status
 
 ROOT = Path(__file__).resolve().parents[1]
 ELSEWHERE = {
@@ -212,7 +212,9 @@ async def test_restore_case_46_a_restored_process_is_in_its_boxs_control_group_n
 
 def test_restore_case_47_without_its_capability_the_doctor_says_so_and_how_to_mend_it() -> None:
     require_root()
-    script = "from restorer import probes; found = probes.capabilities(); print(found.ok, found.found, found.remedy, sep='\\n')"
+    script = (
+        "from restorer.boxes import probes; found = probes.capabilities(); print(found.ok, found.found, found.remedy, sep='\\n')"
+    )
     argv = ["setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin", sys.executable, "-c", script]
     done = subprocess.run(argv, capture_output=True, text=True, check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
     verdict, found, remedy = done.stdout.splitlines()[:3]

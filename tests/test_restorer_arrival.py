@@ -18,12 +18,13 @@ from s3_server import S3
 from policies.manifest import Allocation, GpuState, Manifest, Weights, WeightsPart
 from policies.storage import Remote
 from restorer import arrival as arrivals
-from restorer import chunks, pulling
+from restorer import pulling
 from restorer.arrival import Arrival
-from restorer.catalog import Catalog, open_catalog
-from restorer.chunks import Chunk
 from restorer.errors import ArrivalFailed, SnapshotError
-from restorer.partial import PREFIX, Busy
+from restorer.remotes.catalog import Catalog, open_catalog
+from restorer.storage import chunks
+from restorer.storage.chunks import Chunk
+from restorer.storage.partial import PREFIX, Busy
 
 PART = 2 << 20
 

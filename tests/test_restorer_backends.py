@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 from e2e_installation import PROMPT, ROOT, Installation, a_place, argv_of, eventually, llama, manifest_of, needed, network, small
 
-from restorer import cgroups
-from restorer.backend import Can
-from restorer.backends import Backend, OwnCriu, Runc, Sleep
+from restorer.boxes import cgroups
+from restorer.checkpoint.backend import Can
+from restorer.checkpoint.backends import Backend, OwnCriu, Runc, Sleep
 
 pytestmark = pytest.mark.criu
 BACKENDS: dict[str, type[Backend]] = {"criu": OwnCriu, "runc": Runc, "sleep": Sleep, "cold": Backend}

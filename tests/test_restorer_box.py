@@ -15,9 +15,9 @@ import httpx
 import pytest
 from conftest import eventually, require_root
 
-from restorer.box import FIRST_PID, Box, BoxFactory
+from restorer.boxes.box import FIRST_PID, Box, BoxFactory
 from restorer.errors import Environment, ToolHung
-from restorer.processes import watch
+from restorer.procfs.processes import watch
 
 NETWORK = "198.18.210.0/26"
 SERVER = (sys.executable, "-m", "http.server", "8000", "--bind", "0.0.0.0")

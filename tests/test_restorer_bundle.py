@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from restorer import bundle, cgroups
+from restorer.boxes import cgroups
+from restorer.checkpoint import bundle
 from restorer.errors import Environment
 
 

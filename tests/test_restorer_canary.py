@@ -12,8 +12,8 @@ import pytest
 
 from policies.config import Model
 from policies.manifest import Exchange, canonical
-from restorer.canary import Verdict, check, record
-from restorer.engines import HttpEngine
+from restorer.adapters.canary import Verdict, check, record
+from restorer.adapters.engines import HttpEngine
 from restorer.errors import EngineNotReady, SnapshotError
 
 MODEL = Model.model_validate(

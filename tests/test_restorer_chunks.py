@@ -13,10 +13,10 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from restorer import chunks
-from restorer.chunks import MAX_BYTES, MIN_BYTES, Chunk, Chunker
 from restorer.errors import SnapshotError
-from restorer.files import HOLE_BYTES, PAGE, data_extents, hash_fd, hash_file
+from restorer.storage import chunks
+from restorer.storage.chunks import MAX_BYTES, MIN_BYTES, Chunk, Chunker
+from restorer.system.files import HOLE_BYTES, PAGE, data_extents, hash_fd, hash_file
 
 
 def cut(path: Path) -> tuple[Chunk, ...]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from restorer import console
+from restorer.cli import console
 
 ROOT = Path(__file__).parents[1]
 TITLES = ["REPLICA", "STATE", "SNAPSHOT", "ADDRESS", "REASON"]
@@ -17,7 +17,7 @@ LONG = "a reason with " + "many " * 30 + "words"
 ROWS = [["m#0", "admitted", "0123456789abcdef", "198.18.0.2:8000", ""], ["m#1", "failed", "-", "-", LONG]]
 _CODE = """
 import sys; sys.path.insert(0, {root!r})
-from restorer import console
+from restorer.cli import console
 console._console = lambda: console.Console(width={width}, force_terminal={terminal}, color_system=None, markup=False)
 console.print_table({titles!r}, {rows!r}, below="REASON", spare=("ADDRESS",))
 """

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from dumping import dumped, restored, some_boxes, started
 
-from restorer.box import BoxFactory
+from restorer.boxes.box import BoxFactory
 from restorer.errors import ToolFailed
 
 pytestmark = pytest.mark.criu

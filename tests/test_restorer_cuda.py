@@ -19,11 +19,11 @@ import pytest
 from conftest import eventually
 from processes import alive
 
-from restorer import pagecache
-from restorer.cuda import Cuda, command
-from restorer.cuda_driver import Bindings, Tool
-from restorer.cuda_helper import DriverError, Helper
 from restorer.errors import Environment, RestorerError, ToolFailed, ToolHung
+from restorer.gpu.cuda import Cuda, command
+from restorer.gpu.cuda_driver import Bindings, Tool
+from restorer.gpu.cuda_helper import DriverError, Helper
+from restorer.system import pagecache
 
 
 class Host:
@@ -189,7 +189,7 @@ async def test_the_helpers_death_fails_what_was_in_flight_and_the_next_call_star
 
 
 async def test_a_helper_that_does_not_answer_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("restorer.cuda._SLACK_S", -29.8)
+    monkeypatch.setattr("restorer.gpu.cuda._SLACK_S", -29.8)
     path = tmp_path / "silent"
     path.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 60\n")
     path.chmod(0o755)
@@ -238,7 +238,7 @@ async def test_facts_and_memory(host: Host) -> None:
 
 def received(path: Path) -> bytes:
     """What an engine would get, by the code that runs in it."""
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "restorer/inside"))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "restorer/adapters/inside"))
     try:
         import vllm_weights  # noqa: PLC0415 - found as engines find it
     finally:
@@ -391,7 +391,7 @@ async def test_bandwidth_is_measured(host: Host) -> None:
 
 
 def test_the_helper_is_ours_unless_told_otherwise() -> None:
-    assert command(())[-1] == "restorer.cuda_helper"
+    assert command(())[-1] == "restorer.gpu.cuda_helper"
     assert command(("/x", "y")) == ("/x", "y")
 
 
@@ -453,7 +453,7 @@ async def test_faults_of_the_driver_are_typed_in_the_process_that_is_run(tool: P
     (tool / "cuda").mkdir()
     (tool / "cuda/__init__.py").write_text("")
     prelude = f"import sys; sys.path.insert(0, {str(tool)!r}); "
-    run = "import runpy; runpy.run_module('restorer.cuda_helper', run_name='__main__', alter_sys=True)"
+    run = "import runpy; runpy.run_module('restorer.gpu.cuda_helper', run_name='__main__', alter_sys=True)"
     cuda = Cuda([sys.executable, "-c", prelude + run])
     try:
         with pytest.raises(Environment, match="too little free memory"):

@@ -8,8 +8,8 @@ import pytest
 from places import Place
 from test_restorer_snapshots import HOST, PROFILE
 
-from restorer.difference import compare
 from restorer.errors import SnapshotError
+from restorer.storage.difference import compare
 
 
 def test_bytes_chunks_and_fields_are_told_apart(tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ from processes import alive, mode
 
 from policies.config import Config, Tls, parse
 from policies.expose import Expose
-from restorer import doctor, probes
-from restorer.probes import Finding
+from restorer.boxes import probes
+from restorer.boxes.probes import Finding
+from restorer.checks import doctor
 
 
 def config(folder: Path, **more: object) -> Config:
@@ -265,6 +266,6 @@ def test_doors_are_tried_where_they_shall_listen(address: str, ok: str, said: st
 
 
 def test_doors_want_rights_that_the_restorer_has_not_always(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("restorer.probes.lacking", lambda wanted: list(wanted)[:1])
+    monkeypatch.setattr("restorer.boxes.probes.lacking", lambda wanted: list(wanted)[:1])
     found = doctor.doors(Expose(address="127.0.0.1", allow=("10.0.0.0/8",)))
     assert (found.ok, found.found) == ("fail", "without CAP_KILL")

@@ -13,9 +13,9 @@ from test_policies_compat import PROFILE
 
 from policies.manifest import UNLIMITED
 from policies.trust import TRUST, Trust
-from restorer import donor
-from restorer.elf import build_id
+from restorer.checkpoint import donor
 from restorer.errors import SnapshotError
+from restorer.system.elf import build_id
 
 CODE = """
 import mmap, resource, sys

@@ -19,7 +19,7 @@ from conftest import eventually, require_root
 from processes import alive, spawn
 
 from policies.expose import Expose
-from restorer.doors import Doors
+from restorer.boxes.doors import Doors
 from restorer.errors import Environment
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -340,13 +340,13 @@ async def test_a_successor_goes_on_with_it_and_brings_it_back(tmp_path):
 
 
 async def test_one_that_cannot_come_back_is_reported(tmp_path, monkeypatch):
-    monkeypatch.setattr("restorer.doors._TRIES", 2)
-    monkeypatch.setattr("restorer.doors._PAUSE_S", 0.01)
+    monkeypatch.setattr("restorer.boxes.doors._TRIES", 2)
+    monkeypatch.setattr("restorer.boxes.doors._PAUSE_S", 0.01)
     async with opened(tmp_path, echo) as (doors, box, port):
         lost: list[tuple[str, str]] = []
         doors.on_lost = lambda id, reason: lost.append((id, reason))
         pid = box.facts["door"]["pid"]
-        monkeypatch.setattr("restorer.doors.bound", taken_by_others)
+        monkeypatch.setattr("restorer.boxes.doors.bound", taken_by_others)
         os.kill(pid, signal.SIGKILL)
         await eventually(lambda: lost)
         assert lost[0][0] == box.id

@@ -17,9 +17,9 @@ import pytest
 from conftest import eventually
 
 from policies.config import Model
-from restorer import canary
-from restorer import engine as base
-from restorer.engines import ENGINES, HttpEngine, adapter
+from restorer.adapters import canary
+from restorer.adapters import engine as base
+from restorer.adapters.engines import ENGINES, HttpEngine, adapter
 from restorer.errors import EngineNotReady, SnapshotError
 
 KINDS = ["http", "llama-server", "vllm", "sglang", "tensorrt-llm"]

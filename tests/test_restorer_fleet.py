@@ -17,9 +17,9 @@ from policies.config import parse
 from policies.placement import Rank
 from policies.replica import Replica, State
 from policies.wire import GatewayReport, HostReport, JobKind, Operation, OperationState, SnapshotSummary
+from restorer.coordination.fleet import Fleet
+from restorer.coordination.jobs import Claim, JobStore, Outcome, Ranking
 from restorer.errors import LeaseLost
-from restorer.fleet import Fleet
-from restorer.jobs import Claim, JobStore, Outcome, Ranking
 
 pytestmark = pytest.mark.contract
 

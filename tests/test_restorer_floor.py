@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from policies.floor import Rates
-from restorer import floor
 from restorer.errors import ToolFailed, ToolHung
+from restorer.machine import floor
 
 FAST = Rates(measured_ms=1, disk=1e15, disk_cached=1e15, cache=1e15, fill=1e15, fill_huge=1e15, spawn_s=1e-9)
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="namespaces are made by root")

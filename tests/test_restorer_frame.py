@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from restorer.frame import ago, brief, frame, seconds
+from restorer.cli.frame import ago, brief, frame, seconds
 
 ROOT = Path(__file__).parents[1]
 NOW = 1_700_000_100_000

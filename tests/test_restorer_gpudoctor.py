@@ -11,7 +11,7 @@ import fake_cuda
 import pytest
 
 from policies.config import Config, parse
-from restorer import doctor, gpudoctor
+from restorer.checks import doctor, gpudoctor
 
 
 def config(folder: Path, helper: list[str] | None, gpus: int = 1, **more: Any) -> Config:

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.manifest import Gpu, GpuFacts, GpuState
-from restorer import cuda_driver
-from restorer.cuda import Cuda
 from restorer.errors import Environment
-from restorer.gpus import Gpus, Placement, mapping
+from restorer.gpu import cuda_driver
+from restorer.gpu.cuda import Cuda
+from restorer.gpu.gpus import Gpus, Placement, mapping
 
 
 @pytest.fixture
@@ -131,10 +131,10 @@ async def test_state_that_does_not_fit_into_memory_is_not_moved_there(
     try:
         (home / f"cuda-{engine.pid}").write_text(json.dumps({"state": "running", "index": 0, "bytes": 4 << 30}))
         await gpus.lease("a", 1, need_bytes=1, wait_s=1)
-        monkeypatch.setattr("restorer.gpus.memory", lambda: (8 << 30, 7 << 30))
+        monkeypatch.setattr("restorer.gpu.gpus.memory", lambda: (8 << 30, 7 << 30))
         await gpus.leave(["GPU-0"], [engine.pid])
         assert not (tmp_path / "cuda/calls").exists()
-        monkeypatch.setattr("restorer.gpus.memory", lambda: (16 << 30, 9 << 30))
+        monkeypatch.setattr("restorer.gpu.gpus.memory", lambda: (16 << 30, 9 << 30))
         await gpus.leave(["GPU-0"], [engine.pid])
         assert [line.split()[0] for line in (tmp_path / "cuda/calls").read_text().splitlines()] == ["lock", "checkpoint"]
     finally:

@@ -11,12 +11,12 @@ import pytest
 
 from policies.config import Config, parse
 from policies.manifest import GpuFacts, GpuState
-from restorer import gpustate
-from restorer.cuda import Cuda
-from restorer.engines import adapter
+from restorer.adapters.engines import adapter
 from restorer.errors import SnapshotError
-from restorer.host import Host
-from restorer.stages import Stages
+from restorer.gpu.cuda import Cuda
+from restorer.machine.host import Host
+from restorer.operations import gpustate
+from restorer.records.stages import Stages
 
 
 def config(kind: str = "vllm", count: int = 1, **word: str) -> Config:

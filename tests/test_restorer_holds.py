@@ -19,15 +19,16 @@ from test_restorer_snapshots import committed
 from policies.manifest import Manifest
 from policies.retention import Retention
 from policies.verdicts import Note
-from restorer import collector, holds
-from restorer import snapshots as module
-from restorer.collector import collect
 from restorer.errors import Environment, InUse
-from restorer.holds import users_of
-from restorer.processes import start_time
-from restorer.snapshots import SnapshotStore
-from restorer.stamps import Stamps
-from restorer.weights import WeightsStore
+from restorer.operations import collector
+from restorer.operations.collector import collect
+from restorer.procfs.processes import start_time
+from restorer.storage import holds
+from restorer.storage import snapshots as module
+from restorer.storage.holds import users_of
+from restorer.storage.snapshots import SnapshotStore
+from restorer.storage.stamps import Stamps
+from restorer.storage.weights import WeightsStore
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTHING = Retention(keep_last=1, grace_s=0, spare_newest=False)
@@ -48,9 +49,7 @@ def weights(tmp_path: Path) -> WeightsStore:
 @contextmanager
 def user(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Another process that uses a folder."""
-    code = (
-        f"from pathlib import Path; from restorer import holds; h = holds.use(Path({str(folder)!r})); print(flush=True); input()"
-    )
+    code = f"from pathlib import Path; from restorer.storage import holds; h = holds.use(Path({str(folder)!r})); print(flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()

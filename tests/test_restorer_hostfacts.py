@@ -12,9 +12,9 @@ import pytest
 
 from policies.compat import mismatches
 from policies.manifest import UNLIMITED, HostFacts, HugePool, Manifest, Needs, Profile
-from restorer import hostfacts
-from restorer.cpuid import ExtendedState, extended_state
-from restorer.hostfacts import probe, refreshed
+from restorer.machine import hostfacts
+from restorer.machine.hostfacts import probe, refreshed
+from restorer.system.cpuid import ExtendedState, extended_state
 
 CPU = "processor\t: {n}\nmodel name\t: Testium 9000\nflags\t\t: {flags}\nbugs\t\t:\n"
 STATE = ExtendedState(2440, 11008, 0x602E7)

@@ -22,8 +22,8 @@ from conftest import eventually, require_root
 
 import rewake
 from restorer.errors import EngineDied
-from restorer.inventory import Finding, examine, mapped_files, numbers, tree
-from restorer.sockets import Socket, sockets_of
+from restorer.procfs.inventory import Finding, examine, mapped_files, numbers, tree
+from restorer.procfs.sockets import Socket, sockets_of
 
 PRELUDE = "import os, socket, subprocess, sys, threading, time, ctypes, signal\nprivate = sys.argv[1]\n"
 POSTLUDE = "\nopen(private + '/ready', 'w').close()\nwhile True: signal.pause()\n"

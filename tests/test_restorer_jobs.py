@@ -17,8 +17,8 @@ from gateway.store import Store
 from policies.replica import Replica, Stage, State
 from policies.series import Point
 from policies.wire import STAGE_SAMPLES, Failure, JobKind, Operation, OperationState, StageKey
+from restorer.coordination.jobs import Claim, JobStore, Outcome
 from restorer.errors import LeaseLost, StoreUnavailable
-from restorer.jobs import Claim, JobStore, Outcome
 
 pytestmark = pytest.mark.contract
 

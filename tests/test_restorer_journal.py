@@ -19,11 +19,11 @@ from conftest import eventually
 import rewake
 from policies.failures import Verdict
 from policies.journal import MOST_TEXT, Undo, decoded
-from restorer import journal as journals
-from restorer import undo
 from restorer.errors import Environment, ToolHung
-from restorer.journal import Journal, Journals
-from restorer.stages import Stages
+from restorer.operations import undo
+from restorer.records import journal as journals
+from restorer.records.journal import Journal, Journals
+from restorer.records.stages import Stages
 
 ROOT = Path(__file__).resolve().parents[1]
 WHAT: dict[str, Any] = {
@@ -204,8 +204,8 @@ KILLED = """
     import asyncio, os, signal
     from pathlib import Path
     from policies.journal import Undo
-    from restorer.journal import Journals
-    from restorer.stages import Stages
+    from restorer.records.journal import Journals
+    from restorer.records.stages import Stages
 
     async def main():
         def hook(name, when):

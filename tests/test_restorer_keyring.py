@@ -14,14 +14,14 @@ from test_restorer_snapshots import committed, draft, edit, fill
 
 from policies.manifest import canonical
 from policies.trust import Trust, judge
-from restorer import keyring, signatures
 from restorer.errors import Environment
-from restorer.files import hash_file
-from restorer.keyring import KeyRing
-from restorer.ownership import way_to
-from restorer.signatures import Judge
-from restorer.snapshots import SnapshotStore
-from restorer.stamps import Stamps
+from restorer.storage import keyring, signatures
+from restorer.storage.keyring import KeyRing
+from restorer.storage.ownership import way_to
+from restorer.storage.signatures import Judge
+from restorer.storage.snapshots import SnapshotStore
+from restorer.storage.stamps import Stamps
+from restorer.system.files import hash_file
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="gives files away")
 

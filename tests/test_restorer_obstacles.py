@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from dumping import some_boxes, started, survives
 
-from restorer.box import Box, BoxFactory
-from restorer.criu import GHOST_LIMIT
-from restorer.inventory import examine
-from restorer.obstacles import sockets
-from restorer.scene import Descriptor, Scene, Tree
+from restorer.boxes.box import Box, BoxFactory
+from restorer.checkpoint.criu import GHOST_LIMIT
+from restorer.procfs.inventory import examine
+from restorer.procfs.obstacles import sockets
+from restorer.procfs.scene import Descriptor, Scene, Tree
 
 pytestmark = pytest.mark.criu
 

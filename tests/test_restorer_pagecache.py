@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from restorer import pagecache
+from restorer.system import pagecache
 
 MIB = 1 << 20
 

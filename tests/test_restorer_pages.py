@@ -14,10 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from restorer import images, pagecache, pages
+from restorer.checkpoint import images, pages
+from restorer.checkpoint.filling import Filling
+from restorer.checkpoint.images import Field, Image
 from restorer.errors import EngineDied, SnapshotError
-from restorer.filling import Filling
-from restorer.images import Field, Image
+from restorer.system import pagecache
 
 PAGE = mmap.PAGESIZE
 HEAD = bytes.fromhex("19435654") + b"test"

@@ -13,7 +13,8 @@ from test_policies_compat import manifest as any_manifest
 
 from policies.manifest import MappedFile
 from policies.reading import LEAST_BYTES, Restore
-from restorer import pagecache, prefetch
+from restorer.checkpoint import prefetch
+from restorer.system import pagecache
 
 MIB = 1 << 20
 ON = Restore(prefetch="on")

@@ -11,8 +11,8 @@ from policies.compat import mismatches
 from policies.config import Engine, Model
 from policies.manifest import HostFacts, Manifest, Profile
 from restorer.errors import Environment
-from restorer.profile import resolve
-from restorer.stamps import Stamps
+from restorer.machine.profile import resolve
+from restorer.storage.stamps import Stamps
 
 
 def sha(data: bytes) -> str:

@@ -18,8 +18,8 @@ import yaml
 from policies.config import Config, parse
 from policies.control import FromChild, Ready, Refused, Taken, ToChild, Told, from_child, line
 from restorer.errors import Environment
-from restorer.host import Host
-from restorer.reload import Line, read, reload
+from restorer.machine.host import Host
+from restorer.operations.reload import Line, read, reload
 
 ENGINE = {"kind": "http", "command": ["/bin/true"]}
 

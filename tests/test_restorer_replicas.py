@@ -16,10 +16,10 @@ from policies.config import Config, parse
 from policies.replica import Replica, State
 from policies.schedule import Moment
 from policies.wire import GatewayReport, ModelLoad
+from restorer.coordination.jobs import JobStore
 from restorer.errors import Cancelled
-from restorer.host import News
-from restorer.jobs import JobStore
-from restorer.replicas import Replicas
+from restorer.machine.host import News
+from restorer.operations.replicas import Replicas
 
 pytestmark = pytest.mark.contract
 

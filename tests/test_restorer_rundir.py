@@ -15,10 +15,10 @@ import redis.asyncio
 from conftest import require_root
 from processes import mode, owned, tcp_listeners, uid_of
 
-from restorer import embedded, rundir
 from restorer.errors import Environment
-from restorer.rundir import Account, Address
-from restorer.supervisor import Supervisor
+from restorer.installation import embedded, rundir
+from restorer.installation.rundir import Account, Address
+from restorer.installation.supervisor import Supervisor
 
 NOBODY = Account("nobody", pwd.getpwnam("nobody").pw_uid, pwd.getpwnam("nobody").pw_gid)
 

@@ -13,7 +13,7 @@ import pytest
 from conftest import require_root
 from places import Place
 
-from restorer import sharing
+from restorer.storage import sharing
 
 SCRIPT = """
 import json, os, subprocess, sys
@@ -25,7 +25,7 @@ if done.returncode:
     print(json.dumps({{"lacking": done.stderr}}))
     sys.exit()
 from places import Place
-from restorer import sharing
+from restorer.storage import sharing
 def taken():
     os.sync()
     facts = os.statvfs(mounted)

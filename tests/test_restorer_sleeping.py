@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from policies.config import ConfigError, Model, parse
-from restorer.abilities import Abilities, probe
-from restorer.engines import adapter
+from restorer.adapters.abilities import Abilities, probe
+from restorer.adapters.engines import adapter
 from restorer.errors import EngineNotReady, SnapshotError
 
 

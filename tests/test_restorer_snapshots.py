@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 
 from policies.manifest import Exchange, HostFacts, Manifest, MappedFile, Profile, canonical
-from restorer import files, objects, trees
-from restorer import snapshots as module
-from restorer.elf import build_id
 from restorer.errors import Environment, SnapshotError
-from restorer.files import allocated, hash_file
-from restorer.snapshots import Fault, SnapshotStore, Staging, capture_tree, lay_tree, verify_files
-from restorer.stamps import Stamps
+from restorer.storage import objects, trees
+from restorer.storage import snapshots as module
+from restorer.storage.snapshots import Fault, SnapshotStore, Staging, capture_tree, lay_tree, verify_files
+from restorer.storage.stamps import Stamps
+from restorer.system import files
+from restorer.system.elf import build_id
+from restorer.system.files import allocated, hash_file
 
 HOST = HostFacts(
     hostname="h",
@@ -121,7 +122,7 @@ def test_restore_case_31_nothing_is_written_twice(store: SnapshotStore) -> None:
 
 def test_the_first_verification_after_a_commit_reads_nothing(store: SnapshotStore, monkeypatch: pytest.MonkeyPatch) -> None:
     manifest = committed(store)
-    monkeypatch.setattr("restorer.stamps.hash_fd", lambda *_, **__: pytest.fail("a file was read"))
+    monkeypatch.setattr("restorer.storage.stamps.hash_fd", lambda *_, **__: pytest.fail("a file was read"))
     assert store.verify(manifest.id, full=False) == []
 
 
@@ -142,7 +143,7 @@ def test_restore_case_25_a_truncated_object_is_named_without_reading_it(
     store: SnapshotStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest = committed(store)
-    monkeypatch.setattr("restorer.stamps.hash_fd", lambda *_, **__: pytest.fail("a file was read"))
+    monkeypatch.setattr("restorer.storage.stamps.hash_fd", lambda *_, **__: pytest.fail("a file was read"))
     os.truncate(store.folder(manifest.id) / "images/pages-1.img", (4 << 20) - 4096)
     assert store.verify(manifest.id, full=False) == [Fault("images/pages-1.img", f"{4 << 20} bytes", f"{(4 << 20) - 4096} bytes")]
 
@@ -332,7 +333,7 @@ def test_sweep_removes_debris_but_neither_snapshots_nor_work_in_progress(store: 
 def test_sweep_knows_a_staging_of_another_process(store: SnapshotStore, tmp_path: Path) -> None:
     script = f"""
 from pathlib import Path
-from restorer.snapshots import *; from restorer.stamps import Stamps
+from restorer.storage.snapshots import *; from restorer.storage.stamps import Stamps
 SnapshotStore(Path({str(store.root)!r}), Stamps(Path({str(tmp_path / "s")!r}))).stage(); print(flush=True)
 input()"""
     with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=Path.cwd()) as maker:

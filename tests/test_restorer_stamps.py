@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from restorer import stamps as module
 from restorer.errors import Environment, ToolHung
-from restorer.files import allocated, copy_sparse, dig_holes, disk_space, fsync_tree, hash_file, write_durable
-from restorer.stamps import SETTLE_NS, Stamps
+from restorer.storage import stamps as module
+from restorer.storage.stamps import SETTLE_NS, Stamps
+from restorer.system.files import allocated, copy_sparse, dig_holes, disk_space, fsync_tree, hash_file, write_durable
 
 
 def sha(data: bytes) -> str:

@@ -17,9 +17,9 @@ from processes import alive
 
 from policies.config import Config, parse
 from policies.control import Told
-from restorer import steward as module
-from restorer.steward import Steward
-from restorer.supervisor import Child, Supervisor
+from restorer.installation import steward as module
+from restorer.installation.steward import Steward
+from restorer.installation.supervisor import Child, Supervisor
 
 _CHILD = '''
 """Speaks as a gateway worker does; how is told by the environment."""

@@ -14,8 +14,8 @@ import pytest
 from conftest import eventually, require_root
 from processes import alive, opened_up, spawn
 
-from restorer.rundir import Account
-from restorer.supervisor import Child, Supervisor, end
+from restorer.installation.rundir import Account
+from restorer.installation.supervisor import Child, Supervisor, end
 
 FAKE = str(Path(__file__).with_name("fake_child.py"))
 ROOT = Path(__file__).parents[1]
@@ -187,7 +187,7 @@ async def test_a_child_becomes_its_account_before_it_runs() -> None:
 _ORPHAN = """
 import asyncio, signal, sys
 from pathlib import Path
-from restorer.supervisor import Child, Supervisor
+from restorer.installation.supervisor import Child, Supervisor
 async def main():
     supervisor = Supervisor(say=lambda name, text: print(name, text, flush=True))
     for name, number in (("gentle", "SIGTERM"), ("unprivileged", "SIGTERM"), ("hard", "SIGKILL")):

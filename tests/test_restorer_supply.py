@@ -12,13 +12,13 @@ from places import Place
 from test_restorer_snapshots import PROFILE, draft
 
 from policies.storage import Remote, Storage
-from restorer import supply
-from restorer.catalog import open_catalog
 from restorer.errors import Cancelled, Environment
-from restorer.host import Match
-from restorer.partial import Partial
-from restorer.stages import Stages
-from restorer.tally import Tally
+from restorer.machine.host import Match
+from restorer.operations import supply
+from restorer.records.stages import Stages
+from restorer.records.tally import Tally
+from restorer.remotes.catalog import open_catalog
+from restorer.storage.partial import Partial
 
 STORAGE = Storage(remotes={"team": Remote(url="file:///nowhere")}, pull="team", pull_timeout_s=0.05)
 NONE = Match(PROFILE, None, {}, {})

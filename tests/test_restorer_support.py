@@ -13,9 +13,9 @@ import yaml
 from typer.testing import CliRunner
 
 import rewake
-from restorer import support
-from restorer.box import Box
-from restorer.remains import KEPT, Remains
+from restorer.boxes.box import Box
+from restorer.boxes.remains import KEPT, Remains
+from restorer.cli import support
 
 PLANTED = "hunter2-" + "planted"
 CRIU_LINE = "(00.100) Error (criu/files-reg.c:1): File a.so has bad size 1 (expect 2)"

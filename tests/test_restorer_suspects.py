@@ -16,12 +16,12 @@ from fake_replica import Exchange, FakeReplica, replica_server
 from policies.config import Config, parse
 from policies.replica import Replica, Stage, State
 from policies.wire import GatewayReport
-from restorer.engines import adapter
-from restorer.host import News
-from restorer.instance import Instance
-from restorer.jobs import JobStore
-from restorer.replicas import Replicas
-from restorer.suspects import Suspects, _idle_limit_s
+from restorer.adapters.engines import adapter
+from restorer.coordination.jobs import JobStore
+from restorer.machine.host import News
+from restorer.operations.instance import Instance
+from restorer.operations.replicas import Replicas
+from restorer.operations.suspects import Suspects, _idle_limit_s
 
 TOKEN = {"choices": [{"index": 0, "text": "a", "finish_reason": "length"}], "usage": {"completion_tokens": 1}}
 

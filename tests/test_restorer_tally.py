@@ -11,10 +11,11 @@ from policies.manifest import GpuFacts
 from policies.replica import Replica, Stage, State
 from policies.series import Point
 from policies.wire import JobKind, SnapshotSummary
-from restorer import accounts, tally
-from restorer.doors import Doors
+from restorer.boxes.doors import Doors
 from restorer.errors import CanaryDiffers, Environment, ToolFailed
-from restorer.tally import Tally
+from restorer.operations import accounts
+from restorer.records import tally
+from restorer.records.tally import Tally
 
 
 def test_what_was_taken_and_put_back_is_taken_again():

@@ -17,11 +17,11 @@ from policies.config import parse
 from policies.replica import Replica, State
 from policies.tasks import Progress, Task, TaskState
 from policies.wire import Job, JobKind
-from restorer import tasks
-from restorer.jobs import JobStore
-from restorer.progress import ProgressBoard
-from restorer.remains import Remains
-from restorer.tasks import Tasks
+from restorer.boxes.remains import Remains
+from restorer.coordination.jobs import JobStore
+from restorer.operations import tasks
+from restorer.operations.tasks import Tasks
+from restorer.records.progress import ProgressBoard
 
 JOB = Job(id="op-1/0", kind=JobKind.START, model="m", operation="op-1", reason="admin", replica="m#0")
 

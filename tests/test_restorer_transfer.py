@@ -22,10 +22,12 @@ from s3_server import S3
 from policies.manifest import Allocation, GpuState, Manifest, WeightsPart
 from policies.storage import Remote
 from policies.trust import Trust
-from restorer import chunks, keyring, pulling, signatures, transfer
-from restorer.catalog import Catalog, open_catalog
+from restorer import pulling
 from restorer.errors import Environment, InUse, RemoteFailed, SnapshotError
-from restorer.partial import PREFIX, Busy, Partial
+from restorer.remotes import transfer
+from restorer.remotes.catalog import Catalog, open_catalog
+from restorer.storage import chunks, keyring, signatures
+from restorer.storage.partial import PREFIX, Busy, Partial
 
 
 def same(one: Place, other: Place, manifest: Manifest) -> None:
@@ -60,7 +62,7 @@ async def test_the_first_restore_of_what_was_pulled_hashes_nothing(
     manifest, catalog = here.made(), open_catalog("copies", any_remote)
     await here.push(catalog, manifest)
     await there.pull(catalog, manifest.id)
-    monkeypatch.setattr("restorer.stamps.hash_fd", lambda *_, **__: pytest.fail("a file was read"))
+    monkeypatch.setattr("restorer.storage.stamps.hash_fd", lambda *_, **__: pytest.fail("a file was read"))
     assert list(there.snapshots.verify(manifest.id, full=False)) == []
 
 
@@ -132,7 +134,7 @@ def begun(direction: str, settings: Remote, place: Place, id: str) -> subprocess
         sys.path[:0] = {[str(Path.cwd()), str(Path(__file__).parent)]!r}
         from pathlib import Path
         from policies.storage import Remote
-        from restorer.catalog import open_catalog
+        from restorer.remotes.catalog import open_catalog
         from places import Place
         async def main():
             place = Place(Path({str(place.snapshots.root.parent)!r}))
@@ -359,7 +361,7 @@ from pathlib import Path
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", {str(place)!r}], check=True)
 from policies.storage import Remote
 from restorer import pulling
-from restorer.catalog import open_catalog
+from restorer.remotes.catalog import open_catalog
 from restorer.errors import Environment
 from places import Place
 if sys.argv[1] == "late":  # the disk fills up while the pull is under way
@@ -409,8 +411,8 @@ import asyncio, json, os, random, sys, time
 sys.path[:0] = {[str(Path.cwd()), str(Path(__file__).parent)]!r}
 from pathlib import Path
 from policies.storage import Remote
-from restorer.catalog import open_catalog
-from restorer.files import allocated
+from restorer.remotes.catalog import open_catalog
+from restorer.system.files import allocated
 from places import Place
 from test_restorer_snapshots import draft
 took, began = {{}}, time.monotonic()

@@ -7,8 +7,8 @@ from typing import Any
 
 from policies.restoring import Quarantine
 from policies.verdicts import Note
-from restorer.jobs import JobStore
-from restorer.verdicts import Verdicts
+from restorer.coordination.jobs import JobStore
+from restorer.coordination.verdicts import Verdicts
 
 ID = "0123456789abcdef"
 

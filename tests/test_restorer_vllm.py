@@ -12,10 +12,10 @@ import pytest
 
 from policies.config import Engine, Model
 from policies.manifest import Allocation, WeightsPart
-from restorer import vllm
-from restorer.engines import Sglang, adapter
+from restorer.adapters import vllm
+from restorer.adapters.engines import Sglang, adapter
+from restorer.adapters.vllm import INSIDE, Vllm
 from restorer.errors import EngineNotReady, SnapshotError
-from restorer.vllm import INSIDE, Vllm
 
 ADDED = ("--enable-sleep-mode", "--worker-extension-cls", "vllm_weights.RewakeWeights")
 

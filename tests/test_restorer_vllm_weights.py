@@ -13,7 +13,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from restorer.vllm import INSIDE, Vllm
+from restorer.adapters.vllm import INSIDE, Vllm
 
 SPEC = importlib.util.spec_from_file_location("vllm_weights", INSIDE / "vllm_weights.py")
 assert SPEC is not None

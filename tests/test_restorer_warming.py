@@ -19,12 +19,13 @@ from test_restorer_snapshots import draft
 from policies.config import Config
 from policies.warming import Memory
 from policies.wire import SnapshotSummary
-from restorer import pagecache, warming
-from restorer.host import Host
-from restorer.hostfacts import memory_now
-from restorer.snapshots import SnapshotStore
-from restorer.stamps import Stamps
-from restorer.warming import Warmer, read
+from restorer.machine.host import Host
+from restorer.machine.hostfacts import memory_now
+from restorer.operations import warming
+from restorer.operations.warming import Warmer, read
+from restorer.storage.snapshots import SnapshotStore
+from restorer.storage.stamps import Stamps
+from restorer.system import pagecache
 
 MIB = 1 << 20
 GB = 10**9

@@ -12,8 +12,8 @@ import pytest
 from policies import warmup as policy
 from policies.config import Model
 from policies.warmup import Shape, Warmup
-from restorer import warmup
-from restorer.engines import adapter
+from restorer.adapters import warmup
+from restorer.adapters.engines import adapter
 from restorer.errors import EngineNotReady, SnapshotError
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from policies.manifest import Allocation, Weights, WeightsPart
-from restorer import weights as module
 from restorer.errors import Environment, SnapshotError
-from restorer.stamps import Stamps
-from restorer.weights import INDEX, WeightsStore
+from restorer.storage import weights as module
+from restorer.storage.stamps import Stamps
+from restorer.storage.weights import INDEX, WeightsStore
 
 RUNS = (Allocation(bytes=5, fingerprint="0a"), Allocation(bytes=3, fingerprint="0b"))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from policies.story import Story, Try, Unfit
-from restorer.why import _lines
+from restorer.cli.why import _lines
 
 _SAID = "the engine ended by itself; its log ends: no such option"
 _WHERE = {"id": "j1", "at_ms": 1, "host": "h", "replica": "m#0", "kind": "start", "number": 1, "step": "in 'start engine'"}

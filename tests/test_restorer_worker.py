@@ -20,15 +20,15 @@ from gateway.store import Store
 from policies.config import Config, parse
 from policies.replica import Replica, State
 from policies.wire import HostReport, JobKind, OperationState, SnapshotSummary, StageKey
-from restorer.doors import Doors
+from restorer.boxes.doors import Doors
+from restorer.coordination.fleet import Fleet
+from restorer.coordination.jobs import JobStore
 from restorer.errors import Environment
-from restorer.fleet import Fleet
-from restorer.host import News
-from restorer.jobs import JobStore
-from restorer.journal import Journals
-from restorer.progress import ProgressBoard
-from restorer.tally import Tally
-from restorer.worker import Worker
+from restorer.machine.host import News
+from restorer.operations.worker import Worker
+from restorer.records.journal import Journals
+from restorer.records.progress import ProgressBoard
+from restorer.records.tally import Tally
 
 ENGINE = {"kind": "http", "command": ["/bin/true"]}
 CONFIG = parse({"models": {name: {"engine": ENGINE, "group": "gpu"} for name in ("a", "b")}, "groups": {"gpu": {}}})
@@ -175,7 +175,7 @@ async def test_housekeeping_forgets_what_starts_of_lost_snapshots_took(store: An
 
 async def test_a_second_host_of_one_name_does_not_start(store: Any, store_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would take the first one's jobs for its own, and end its replicas."""
-    monkeypatch.setattr("restorer.worker.REPORT_TTL_MS", 100)
+    monkeypatch.setattr("restorer.operations.worker.REPORT_TTL_MS", 100)
     async with bench(store_server) as one:
         usual: dict[str, Any] = {"capable": True, "capability": "", "snapshots": (), "running": 0, "parallel_starts": 1}
         await one.jobs.report(HostReport(host="host-a", place="other/1", **usual))

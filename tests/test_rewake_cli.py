@@ -25,9 +25,10 @@ from policies.manifest import Exchange, HostFacts, Manifest, MappedFile, Profile
 from policies.replica import Replica, State
 from policies.verdicts import Note
 from policies.wire import Operation, OperationState
-from restorer import logs_command, operator, rundir
-from restorer.snapshots import SnapshotStore
-from restorer.stamps import Stamps
+from restorer.cli import logs_command, operator
+from restorer.installation import rundir
+from restorer.storage.snapshots import SnapshotStore
+from restorer.storage.stamps import Stamps
 
 ROOT = Path(__file__).parents[1]
 TOKEN = "t" * 43

@@ -11,7 +11,7 @@ from test_rewake_cli import Place, flip, snapshot, store_of
 
 from policies.manifest import Manifest, Needs, Profile
 from policies.verdicts import Note
-from restorer import hostfacts
+from restorer.machine import hostfacts
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from rich.table import Table
 from rig import BUILD, ROOT, BenchError, raise_open_files
 
 sys.path.insert(0, str(ROOT))
-from restorer import door
+from restorer.boxes import door
 
 SHOWN = {
     "cpu_per_request_us": "CPU of the door per request, 64 connections, µs",

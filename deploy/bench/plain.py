@@ -17,12 +17,12 @@ from typing import Any
 import httpx
 
 from policies.config import Model
-from restorer.backends import OwnCriu
-from restorer.box import Box, BoxFactory
-from restorer.criu import Criu
-from restorer.engines import HttpEngine, adapter
-from restorer.instance import ignite
-from restorer.trees import capture_tree, lay_tree
+from restorer.adapters.engines import HttpEngine, adapter
+from restorer.boxes.box import Box, BoxFactory
+from restorer.checkpoint.backends import OwnCriu
+from restorer.checkpoint.criu import Criu
+from restorer.operations.instance import ignite
+from restorer.storage.trees import capture_tree, lay_tree
 
 TIMEOUT_S = 300.0
 _POLL_S = 0.01

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-HELPER = (sys.executable, "-P", "-m", "restorer.cuda_helper")
+HELPER = (sys.executable, "-P", "-m", "restorer.gpu.cuda_helper")
 """argv of the product's GPU helper."""
 _BLOCK = 8 << 20
 _HOG = """

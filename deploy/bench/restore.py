@@ -39,9 +39,9 @@ from service import BenchError, Service  # noqa: E402
 from policies import floor  # noqa: E402
 from policies.floor import Rates  # noqa: E402
 from policies.replica import Replica  # noqa: E402
-from restorer import pagecache  # noqa: E402
 from restorer.errors import RestorerError  # noqa: E402
-from restorer.floor import measure  # noqa: E402
+from restorer.machine.floor import measure  # noqa: E402
+from restorer.system import pagecache  # noqa: E402
 
 BUILD = ROOT / "build"
 WORK = BUILD / "bench-restore"

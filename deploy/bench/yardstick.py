@@ -20,8 +20,8 @@ from pathlib import Path
 
 import zstandard
 
-from restorer import pagecache
-from restorer.files import data_extents
+from restorer.system import pagecache
+from restorer.system.files import data_extents
 
 BLOCK = 2 << 20
 SAMPLE = 48

@@ -174,7 +174,7 @@ install_release() {
         if [ -z "$dry" ]; then
             grep -lIZ "^#!$release/" "$release"/bin/* | xargs -0 sed -i "1s|^#!$release/|#!$prefix/venv/|"
         fi
-        run "$prefix/releases/$id/bin/python" -c 'import gateway.app, restorer.worker, rewake'
+        run "$prefix/releases/$id/bin/python" -c 'import gateway.app, restorer.operations.worker, rewake'
         run touch "$release/.complete"
     fi
     [ "$now" = "releases/$id" ] && previous='' && return

@@ -1,0 +1,1 @@
+"""Engines by kind: how each is started, asked, put to sleep and proven."""

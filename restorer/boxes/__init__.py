@@ -1,0 +1,1 @@
+"""The namespaces that engines live in: made, connected, ended."""

@@ -1,0 +1,1 @@
+"""Process trees into images and back, by CRIU or runc."""

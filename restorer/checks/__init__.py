@@ -1,0 +1,1 @@
+"""What `rewake doctor` tries."""

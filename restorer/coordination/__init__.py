@@ -1,0 +1,1 @@
+"""What hosts tell each other through the store."""

@@ -1,0 +1,1 @@
+"""GPUs, by a process of its own that speaks to the driver."""

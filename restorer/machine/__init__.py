@@ -1,0 +1,1 @@
+"""This host: its facts, what it has to work with, what fits it."""

@@ -1,0 +1,1 @@
+"""Processes as /proc shows them."""

@@ -1,0 +1,1 @@
+"""What is written down and told of what is being done."""

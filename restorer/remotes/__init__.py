@@ -1,0 +1,1 @@
+"""Copies of snapshots outside this host."""

@@ -1,0 +1,1 @@
+"""Files, memory and programs, as everything else here uses them."""
