@@ -148,7 +148,7 @@ docs: reference  ## The documentation as a site, in build/site.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 crash-matrix: install criu  ## Break each step of a capture and of a restore in each way, and look what is left.
-	$(BIN)/python tests/crash_matrix.py $(MATRIX_ARGS)
+	$(BIN)/python tests/crash_matrix_run.py $(MATRIX_ARGS)
 
 check: install  ## Lint, format, types, layering.
 	$(BIN)/ruff check .

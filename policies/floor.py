@@ -26,7 +26,7 @@ class Rates(BaseModel):
     measured_ms: int
     """Wall-clock time of the last measurement."""
     disk: float
-    """From the disk past the page cache, with as many readers as are fastest."""
+    """From the disk past the page cache, with as many readers as are fastest, over a second and more."""
     disk_cached: float
     """From the disk through the page cache, with one reader."""
     cache: float

@@ -1,7 +1,8 @@
 """Whose snapshots may run here: the policy over signatures, and what is said of a snapshot that it refuses.
 
 A snapshot is code that will run as root, so who can make one can do anything. A signature says who made it: Ed25519 over the
-exact bytes of its manifest, which names every object by its hash. Computes no signature itself: :mod:`restorer.storage.keyring` does.
+exact bytes of its manifest, which names every object by its hash. Computes no signature itself:
+:mod:`restorer.storage.keyring` does.
 """
 
 from __future__ import annotations

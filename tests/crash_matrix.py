@@ -1,17 +1,15 @@
 """The crash matrix: each step of a capture and of a restore, and what can go wrong with it, against the real thing.
 
-``python tests/crash_matrix.py`` runs all of it and prints a table (``make crash-matrix``), and goes on where it was ended with
-``--resume``; a sample is part of the tests.
 One installation with the real CRIU, a small engine with GPU state in a driver of ours, its state on a small tmpfs. Steps are not
 listed here: they are what the journal says a capture and a restore consist of. A step is met by the restorer's step hook, which
-runs a program before each; the fault armed for that step is in a file that the program moves away and runs.
+runs a program before each; the fault armed for that step is in a file that the program moves away and runs. All of it is run by
+``crash_matrix_run.py``, a sample by the tests.
 
 After each case: what a client was told is honest, the invariants hold, and asked again without a fault everything converges.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -25,7 +23,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import httpx
 
@@ -413,47 +411,6 @@ def matrix() -> Iterator[Matrix]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Run the crash matrix.")
-    parser.add_argument("--only", default="", help="cases whose name holds this text")
-    parser.add_argument("--resume", action="store_true", help="leave out what held in the run whose results are in --out")
-    parser.add_argument("--out", type=Path, default=ROOT / "build/crash-matrix.json")
-    parser.add_argument("--strike", nargs=2, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.strike:
-        return strike(*options.strike)
-    with matrix() as made:
-        cases = [case for case in made.cases() if options.only in str(case)]
-        rows = {row["case"]: row for row in _before(options.out) if not row["faults"]} if options.resume else {}
-        for number, case in enumerate(cases, 1):
-            if str(case) in rows:
-                continue
-            result = made.run(case)
-            rows[str(case)] = _row(result)
-            verdict = "held" if not result.faults else "BROKEN: " + " | ".join(result.faults)
-            print(f"{number:3}/{len(cases)} {result.seconds:5.1f} s  {case!s:55} {result.answer[:24]:24} {verdict}", flush=True)
-            # After each, since all of them take the better part of an hour.
-            _written(options.out, {"steps": made.steps, "cases": list(rows.values())})
-    mine = [rows[str(case)] for case in cases]
-    held = sum(not row["faults"] for row in mine)
-    print(f"{held} of {len(mine)} cases held; {options.out}")
-    return 0 if mine and held == len(mine) else 1
-
-
-def _row(result: Result) -> dict[str, Any]:
-    return {"case": str(result.case), "answer": result.answer, "faults": result.faults, "seconds": result.seconds}
-
-
-def _before(path: Path) -> list[dict[str, Any]]:
-    return list(json.loads(path.read_bytes())["cases"]) if path.exists() else []
-
-
-def _written(path: Path, found: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(found, indent=1))
-    part.replace(path)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    # What an armed case runs in a shell: the signal's name, and the engine's mark.
+    sys.exit(strike(*sys.argv[2:]))

@@ -9,8 +9,7 @@ from typing import Any
 from test_restorer_snapshots import draft
 
 from policies.manifest import Manifest
-from restorer import pulling
-from restorer.remotes import transfer
+from restorer.remotes import pulling, transfer
 from restorer.remotes.catalog import Catalog
 from restorer.storage.snapshots import SnapshotStore
 from restorer.storage.stamps import Stamps

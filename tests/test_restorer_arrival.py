@@ -17,12 +17,12 @@ from s3_server import S3
 
 from policies.manifest import Allocation, GpuState, Manifest, Weights, WeightsPart
 from policies.storage import Remote
-from restorer import arrival as arrivals
-from restorer import pulling
-from restorer.arrival import Arrival
 from restorer.errors import ArrivalFailed, SnapshotError
+from restorer.remotes import pulling
 from restorer.remotes.catalog import Catalog, open_catalog
+from restorer.storage import arrival as arrivals
 from restorer.storage import chunks
+from restorer.storage.arrival import Arrival
 from restorer.storage.chunks import Chunk
 from restorer.storage.partial import PREFIX, Busy
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -74,3 +75,63 @@ async def test_a_probe_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(ToolHung, match="did not end within 1 s"):
         await floor.measure(tmp_path)
     assert (tmp_path / "pid").read_text().strip() not in os.listdir("/proc")
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Makes files for the probe, in a folder where small ones count; ``cached`` of them are in the page cache."""
+    cached: set[int] = set()
+    monkeypatch.setattr(floor, "_SAMPLE_BYTES", 8 << 20)
+    monkeypatch.setattr(floor.pagecache, "resident", lambda fd, size: size if os.fstat(fd).st_ino in cached else 0)
+
+    def make(name: str, megabytes: int, *, in_cache: bool = False) -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(os.urandom(megabytes << 20))
+        if in_cache:
+            cached.add(path.stat().st_ino)
+        return path
+
+    return make
+
+
+def test_the_disk_is_read_by_the_biggest_file_that_nobody_reads(tmp_path: Path, files: Callable[..., Path]) -> None:
+    """What was written a moment ago is in caches behind the disk, and what is in the page cache would be put out of it."""
+    outside = tmp_path.parent / f"{tmp_path.name}-outside"
+    outside.write_bytes(bytes(32 << 20))
+    files("small", 4)
+    files("cached", 24, in_cache=True)
+    (tmp_path / "link").symlink_to(outside)
+    with (tmp_path / "holes").open("wb") as holes:
+        holes.truncate(1 << 30)
+    assert floor.sample(tmp_path) is None
+    files("snapshots/big", 12)
+    chosen = files("snapshots/bigger", 16)
+    fd = floor.sample(tmp_path)
+    assert fd is not None
+    try:
+        assert os.fstat(fd).st_ino == chosen.stat().st_ino
+    finally:
+        os.close(fd)
+        outside.unlink()
+
+
+def test_the_disk_is_what_it_gives_on_and_not_what_it_gave_once(
+    tmp_path: Path, files: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The means of all turns, with the better number of readers; each reads on where the one before has ended."""
+    read: list[int] = []
+    rates = iter([1.0, 1.0, 8.0, 3.0, 1.0, 2.0, 2.0, 7.0, 8.0])
+
+    def rate(readers: int, size: int, work: Callable[[int, memoryview], object], longest_s: float) -> float:
+        for number in range(2):
+            work(number * floor._BLOCK, memoryview(bytearray(floor._BLOCK)))
+        return next(rates)
+
+    monkeypatch.setattr(floor, "_rate", rate)
+    monkeypatch.setattr(floor.os, "preadv", lambda fd, to, at: read.append(at // floor._BLOCK))
+    with files("big", 10).open("rb") as file, floor._Disk(file.fileno()) as disk:
+        for _ in range(3):
+            disk.read_on()
+    assert read == [number % 5 for number in range(18)]
+    assert disk.rates == {"disk": 6.0, "disk_cached": 2.0}

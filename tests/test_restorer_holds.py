@@ -49,7 +49,8 @@ def weights(tmp_path: Path) -> WeightsStore:
 @contextmanager
 def user(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Another process that uses a folder."""
-    code = f"from pathlib import Path; from restorer.storage import holds; h = holds.use(Path({str(folder)!r})); print(flush=True); input()"
+    code = "from pathlib import Path; from restorer.storage.holds import use; "
+    code += f"h = use(Path({str(folder)!r})); print(flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()

@@ -7,14 +7,19 @@ import hashlib
 import json
 import mmap
 import os
+import subprocess
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from e2e_installation import eventually
 
 from restorer.errors import Environment, ToolHung
 from restorer.storage import stamps as module
 from restorer.storage.stamps import SETTLE_NS, Stamps
+from restorer.system import modules
 from restorer.system.files import allocated, copy_sparse, dig_holes, disk_space, fsync_tree, hash_file, write_durable
 
 
@@ -149,16 +154,56 @@ def test_dig_holes_frees_zeros_and_keeps_content(tmp_path: Path) -> None:
     assert allocated(path) == before - freed
 
 
-def test_holes_that_are_dug_for_ever_end_with_the_tool_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
+    """A ``fallocate`` that hangs; asked for its pid, which it writes down as soon as it runs."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/fallocate").write_text(
+        f"#!/bin/sh\necho $$ > {tmp_path}/pid.part\nmv {tmp_path}/pid.part {tmp_path}/pid\nexec sleep 1000\n"
+    )
+    (tmp_path / "bin/fallocate").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+
+    def pid() -> str:
+        return (tmp_path / "pid").read_text().strip() if (tmp_path / "pid").exists() else ""
+
+    return pid
+
+
+def test_holes_that_are_dug_for_ever_end_with_the_tool_killed(tmp_path: Path, hanging: Callable[[], str]) -> None:
     """A donor stands still while they are dug."""
-    (tmp_path / "fallocate").write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 1000\n")
-    (tmp_path / "fallocate").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     (tmp_path / "f").write_bytes(b"x" * 4096)
     with pytest.raises(ToolHung, match="did not end within"):
         dig_holes(tmp_path / "f", patience_s=3.0)
-    assert not Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}").exists()
+    assert not Path(f"/proc/{hanging()}").exists()
     assert (tmp_path / "f").read_bytes() == b"x" * 4096
+
+
+def test_restore_case_79_a_tool_that_hangs_does_not_outlive_a_restorer_that_was_killed(
+    tmp_path: Path, hanging: Callable[[], str]
+) -> None:
+    """As it publishes a snapshot, in threads that are not the process's first."""
+    (folder := tmp_path / "snapshot").mkdir()
+    (folder / "f").write_bytes(b"x" * (2 << 20))
+    script = (
+        f"from pathlib import Path; from restorer.storage import objects; objects.seal(Path({str(folder)!r}), {{'f': 2 << 20}})"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], env=modules.environment()) as sealing:
+        pid = eventually(hanging, "the tool to run")
+        assert Path(f"/proc/{pid}").exists()
+        sealing.kill()
+    eventually(lambda: not Path(f"/proc/{pid}").exists(), "the tool to end")
+
+
+def test_no_tool_that_digs_is_named_with_its_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "f").write_bytes(b"x" * 4096)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(Environment, match="fallocate is missing; install util-linux"):
+        dig_holes(tmp_path / "f")
+    (tmp_path / "fallocate").write_text("#!/bin/sh\n")
+    (tmp_path / "fallocate").chmod(0o755)
+    with pytest.raises(Environment, match="setpriv is missing; install util-linux"):
+        dig_holes(tmp_path / "f")
 
 
 def test_copy_sparse_keeps_holes_and_size(tmp_path: Path) -> None:

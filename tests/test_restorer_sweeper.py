@@ -17,9 +17,8 @@ from s3_server import S3
 from policies.manifest import Allocation, GpuState, Manifest, WeightsPart
 from policies.retention import RemoteRetention
 from policies.storage import Remote
-from restorer import pulling
 from restorer.errors import InUse, RemoteFailed
-from restorer.remotes import leases, sweeper, transfer
+from restorer.remotes import leases, pulling, sweeper, transfer
 from restorer.remotes.catalog import Catalog, open_catalog
 
 NO_GRACE = RemoteRetention(grace_s=0)

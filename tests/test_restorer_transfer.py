@@ -22,9 +22,8 @@ from s3_server import S3
 from policies.manifest import Allocation, GpuState, Manifest, WeightsPart
 from policies.storage import Remote
 from policies.trust import Trust
-from restorer import pulling
 from restorer.errors import Environment, InUse, RemoteFailed, SnapshotError
-from restorer.remotes import transfer
+from restorer.remotes import pulling, transfer
 from restorer.remotes.catalog import Catalog, open_catalog
 from restorer.storage import chunks, keyring, signatures
 from restorer.storage.partial import PREFIX, Busy, Partial
@@ -360,7 +359,7 @@ sys.path[:0] = {[str(Path.cwd()), str(Path(__file__).parent)]!r}
 from pathlib import Path
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", {str(place)!r}], check=True)
 from policies.storage import Remote
-from restorer import pulling
+from restorer.remotes import pulling
 from restorer.remotes.catalog import open_catalog
 from restorer.errors import Environment
 from places import Place

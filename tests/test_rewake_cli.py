@@ -347,7 +347,7 @@ async def test_waiting_ends_at_its_deadline_and_says_that_the_operation_goes_on(
         (OperationState.CANCELLED, {"detail": "nobody wants it"}, 1, ": nobody wants it\n"),
     ],
 )
-async def test_restore_case_19_the_exit_code_is_the_operations(
+async def test_the_exit_code_is_the_operations(
     place: Place, api: AdminApi, state: OperationState, ended: dict[str, Any], code: int, said: str
 ) -> None:
     api.states, api.ended = [OperationState.RUNNING, state], ended

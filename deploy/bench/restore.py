@@ -5,10 +5,11 @@ Usage: restore.py [--gigabytes N] [--rounds N] [--cold N] [--only memory,mapped]
 
 A model with random weights is made on the spot and served by llama-server, once with its weights read into memory and once
 mapped. In each round, in turns: a cold start, a plain `criu restore`, one with lazy pages, and Rewake's restore, each from a
-cold and from a warm page cache, each to the first token of the same request; and the host's speed beside them. At last a cold
-restore and the next one, when the restorer has read the snapshot again by itself in between (`restorer.warm`). Cold means
-that every file it reads was put out of the page cache, and that the kernel was asked whether it is. Writes
-build/bench-restore.json. As root, with REWAKE_CRIU, REWAKE_LLAMA_SERVER and REWAKE_MODEL (whose tokenizer is used).
+cold and from a warm page cache, each to the first token of the same request. The host is measured right before and right
+after each restore of ours, and what both say together is what that restore is compared with. At last a cold restore and the
+next one, when the restorer has read the snapshot again by itself in between (`restorer.warm`). Cold means that every file it
+reads was put out of the page cache, and that the kernel was asked whether it is. Writes build/bench-restore.json. As root,
+with REWAKE_CRIU, REWAKE_LLAMA_SERVER and REWAKE_MODEL (whose tokenizer is used).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +42,7 @@ from policies import floor  # noqa: E402
 from policies.floor import Rates  # noqa: E402
 from policies.replica import Replica  # noqa: E402
 from restorer.errors import RestorerError  # noqa: E402
-from restorer.machine.floor import measure  # noqa: E402
+from restorer.machine.floor import FILE, measure  # noqa: E402
 from restorer.system import pagecache  # noqa: E402
 
 BUILD = ROOT / "build"
@@ -119,22 +121,49 @@ class Variant:
         return {"variant": self.name, "contender": contender, "tier": tier, "cached": round(there / total, 3), **found}
 
 
-def judged(found: dict[str, Any], rates: Rates, stick: dict[str, float], manifest: dict[str, Any]) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """What this host could do at one moment: by Rewake's own probe, and by the yardstick."""
+
+    rates: Rates
+    stick: dict[str, float]
+
+    def between(self, other: Speed) -> Speed:
+        """What it could do between the two, as far as one can tell: the mean of what each byte takes."""
+        mine, others = self.rates.model_dump(exclude={"measured_ms", "pcie"}), other.rates.model_dump()
+        rates = {name: statistics.harmonic_mean([value, others[name]]) for name, value in mine.items()}
+        stick = {name: statistics.fmean([value, other.stick[name]]) for name, value in self.stick.items()}
+        return Speed(Rates(measured_ms=other.rates.measured_ms, **rates), stick)
+
+
+def speed(variant: Variant, tier: str) -> Speed:
+    """This host's speed now: nothing that was seen before counts."""
+    (WORK / FILE).unlink(missing_ok=True)
+    rates = asyncio.run(measure(WORK))
+    wanted = "disk,fill" if tier == "disk" else "cache"
+    argv = [sys.executable, str(ROOT / "deploy/bench/yardstick.py"), wanted, *map(str, variant.moves)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=True, env=environment)
+    return Speed(rates, json.loads(done.stdout))
+
+
+def judged(found: dict[str, Any], now: Speed, manifest: dict[str, Any]) -> dict[str, Any]:
     """One restore of ours: beside the floor that Rewake's own probe makes, and beside the yardstick.
 
     Beside that goes what moves its bytes: without the canary if they are the engine's memory, with it if they are mapped, since
     then the canary is what needs them.
     """
     record = Replica.model_validate(found.pop("record"))
-    stages, floor_s = floor.judged(record.stages, rates, canary_s=manifest["canary_s"])
+    stages, floor_s = floor.judged(record.stages, now.rates, canary_s=manifest["canary_s"])
     account = floor.account(record.model_copy(update={"stages": tuple(stages), "floor_s": floor_s}))
     assert account is not None
     canary_s = sum(stage.seconds for stage in stages if stage.name == "canary")
     mapped, cold = found["variant"] == "mapped", found["tier"] == "disk"
     moved_s = account.took_s - (0.0 if mapped else canary_s)
-    # What is mapped is used where it lies: from the page cache nothing moves.
-    fill_s, cached_s = (0.0, None) if mapped else (stick["fill"], stick["cache"])
-    least_s = max(stick["disk"], fill_s) if cold else cached_s
+    # What is mapped is used where it lies: it is put nowhere, and from the page cache nothing of it moves.
+    stick = now.stick
+    in_memory_s = max(stick["disk"], stick["fill"]) if cold else stick["cache"]
+    least_s = in_memory_s if not mapped else stick["disk"] if cold else None
     return {
         **found,
         "took_s": record.took_s,
@@ -146,28 +175,13 @@ def judged(found: dict[str, Any], rates: Rates, stick: dict[str, float], manifes
         "account": account.text,
         "choices": record.choices,
         "stages": [stage.model_dump() for stage in stages],
-        "yardstick": stick,
+        "yardstick": now.stick,
+        "rates": now.rates.model_dump(),
     }
 
 
-def yardstick(paths: Sequence[Path]) -> dict[str, float]:
-    """Seconds that the bytes of these files take by themselves, now."""
-    argv = [sys.executable, str(ROOT / "deploy/bench/yardstick.py"), *map(str, paths)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=True, env=environment)
-    return dict(json.loads(done.stdout))
-
-
-async def rates_now() -> Rates:
-    """This host's speed at this moment: nothing that was seen before counts."""
-    folder = WORK / "rates"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    return await measure(folder)
-
-
 def rounds(variants: Sequence[Variant], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Every contender in turn; the host is measured right after each restore of ours."""
+    """Every contender in turn; the host is measured right before and right after each restore of ours."""
     found = []
     for number in range(options.rounds):
         for variant in variants:
@@ -175,10 +189,10 @@ def rounds(variants: Sequence[Variant], options: argparse.Namespace) -> list[dic
                 for contender in CONTENDERS:
                     if (contender == "criu lazy" and options.no_lazy) or (contender == "cold start" and number >= options.cold):
                         continue
+                    before = speed(variant, tier) if contender == "rewake" else None
                     one = {"round": number, **variant.run(contender, tier)}
-                    if contender == "rewake":
-                        rates, stick = asyncio.run(rates_now()), yardstick(variant.moves)
-                        one = judged(one, rates, stick, variant.manifest) | {"rates": rates.model_dump()}
+                    if before is not None:
+                        one = judged(one, before.between(speed(variant, tier)), variant.manifest)
                     found.append(one)
                     with (WORK / "runs.jsonl").open("a") as file:
                         file.write(json.dumps(one) + "\n")

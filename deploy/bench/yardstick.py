@@ -1,9 +1,9 @@
 """What a restore is measured by: its very bytes read from the disk, and as many put into fresh memory, with nothing else done.
 
-``yardstick.py FILE...`` prints seconds as JSON: ``disk`` past the page cache, ``fill`` from a buffer in the processor's cache
-into memory that nobody has touched, ``cache`` from the page cache into such memory, ``zstd`` what the longer of reading and
-unpacking would be if they were packed. A restore
-from the disk cannot end before the longer of ``disk`` and ``fill``. Takes as much memory as the files have data.
+``yardstick.py disk,fill,cache,zstd FILE...`` prints seconds as JSON, of what it is asked for: ``disk`` past the page cache,
+``fill`` from a buffer in the processor's cache into memory that nobody has touched, ``cache`` from the page cache into such
+memory, ``zstd`` what the longer of reading and unpacking would be if they were packed. A restore from the disk cannot end before
+the longer of ``disk`` and ``fill``. Takes as much memory as the files have data, and ``disk`` puts them out of the page cache.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from restorer.system import pagecache
 from restorer.system.files import data_extents
 
 BLOCK = 2 << 20
+READERS = (4, 8)
 SAMPLE = 48
 """Blocks that are packed and unpacked."""
 CPUS = os.cpu_count() or 1
@@ -84,26 +85,37 @@ def packed(jobs: list[tuple[int, int, int]]) -> tuple[float, float]:
     return total / sum(map(len, frames)), total / seconds
 
 
-def main() -> None:
-    paths = [Path(name) for name in sys.argv[1:]]
-    fds = [os.open(path, os.O_RDONLY) for path in paths]
-    jobs = [job for fd in fds for job in blocks(fd)]
-    total = sum(size for _, _, size in jobs)
-    from_disk = min(disk(paths, readers) for readers in (2, 4, 8))
+def filled(total: int) -> float:
     hot = bytearray(os.urandom(BLOCK))
     source = (ctypes.c_char * BLOCK).from_buffer(hot)
 
     def copied(_: int, part: memoryview) -> None:
         ctypes.memmove((ctypes.c_char * BLOCK).from_buffer(part), source, BLOCK)
 
-    fill = into_fresh_memory(total, copied)
+    return into_fresh_memory(total, copied)
+
+
+def from_cache(jobs: list[tuple[int, int, int]]) -> float:
     for fd, at, size in jobs:
         os.pread(fd, size, at)
-    cache = into_fresh_memory(sum(BLOCK for _ in jobs), lambda number, part: os.preadv(jobs[number][0], [part], jobs[number][1]))
-    ratio, unpacking = packed(jobs)
-    # The disk would have less to do, the processors more, beside what they do anyway.
-    zstd = max(from_disk / ratio, fill + total / unpacking)
-    print(json.dumps({"bytes": total, "disk": from_disk, "fill": fill, "cache": cache, "zstd": zstd, "zstd_ratio": ratio}))
+    return into_fresh_memory(sum(BLOCK for _ in jobs), lambda number, part: os.preadv(jobs[number][0], [part], jobs[number][1]))
+
+
+def main() -> None:
+    wanted, paths = sys.argv[1].split(","), [Path(name) for name in sys.argv[2:]]
+    jobs = [job for path in paths for job in blocks(os.open(path, os.O_RDONLY))]
+    found: dict[str, float] = {"bytes": sum(size for _, _, size in jobs)}
+    if "disk" in wanted:
+        found["disk"] = min(disk(paths, readers) for readers in READERS)
+    if "fill" in wanted:
+        found["fill"] = filled(int(found["bytes"]))
+    if "cache" in wanted:
+        found["cache"] = from_cache(jobs)
+    if "zstd" in wanted:
+        found["zstd_ratio"], unpacking = packed(jobs)
+        # The disk would have less to do, the processors more, beside what they do anyway.
+        found["zstd"] = max(found["disk"] / found["zstd_ratio"], found["fill"] + found["bytes"] / unpacking)
+    print(json.dumps(found))
 
 
 main()

@@ -2,9 +2,9 @@
 
 A box is a set of fresh pid, mount, ipc, uts and net namespaces with a small pid 1 (:mod:`restorer.boxes.boxinit`), a private
 /dev/shm, a private folder at the same path in every box, and a veth pair whose inner address gateways of this host can reach;
-those of others reach it through its door (:mod:`restorer.boxes.doors`). An engine is started, dumped and restored *inside* a box, by
-tools that enter it, so pids, ports, sockets and files of clones never meet, and the end of pid 1 is the end of all of it:
-processes, mounts, network.
+those of others reach it through its door (:mod:`restorer.boxes.doors`). An engine is started, dumped and restored *inside* a
+box, by tools that enter it, so pids, ports, sockets and files of clones never meet, and the end of pid 1 is the end of all of
+it: processes, mounts, network.
 
 A box outlives the restorer that made it. What is needed to find it again is in /proc (the mark in pid 1's argv) and in
 one small state file; :meth:`BoxFactory.survivors` brings back the handles. Nothing here knows of replicas or snapshots.

@@ -1,7 +1,8 @@
 """A door: the small process through which gateways of other hosts reach one box. Runs alone, on the standard library.
 
-Started by :mod:`restorer.boxes.doors` as ``python -I -S door.py TARGET ALLOW CONNECTIONS USER LISTENER BOX COUNTS``, outside of the
-box's namespaces, with three inherited descriptors: a listening socket, a pidfd of the box's pid 1, a file to count in. It
+Started by :mod:`restorer.boxes.doors` as ``python -I -S door.py TARGET ALLOW CONNECTIONS USER LISTENER BOX COUNTS``, outside
+of the box's namespaces, with three inherited descriptors: a listening socket, a pidfd of the box's pid 1, a file to count in.
+It
 
 1. becomes USER, for good, without a right of any kind, and prints ``ready``;
 2. waits at its gate, which is stdin: a port there lets clients in; its end without one means that nobody will;

@@ -1,7 +1,7 @@
 """Doors of boxes, from the restorer's side: bound, started, let clients in, started again when they die, ended.
 
-A door is made with its box and stays shut until clients may ask the engine in it; :mod:`restorer.boxes.door` is the process itself.
-Its port is bound here, so that it is certain before anybody is told, and so that who connects waits rather than being
+A door is made with its box and stays shut until clients may ask the engine in it; :mod:`restorer.boxes.door` is the process
+itself. Its port is bound here, so that it is certain before anybody is told, and so that who connects waits rather than being
 refused while the process is on its way. Without ``restorer.expose`` there are none. Knows nothing of replicas.
 """
 

@@ -2,8 +2,8 @@
 
 Each reads into a small buffer of its own and writes on with process_vm_writev(2), so that however large a snapshot is, the
 restorer stays small. What the page cache does not hold is read past it, where that pays: fresh memory is dear on hosts that
-get theirs as they touch it, and this takes it once instead of twice. Knows plans of :mod:`restorer.checkpoint.pages` and pids, nothing
-of engines and boxes.
+get theirs as they touch it, and this takes it once instead of twice. Knows plans of :mod:`restorer.checkpoint.pages` and
+pids, nothing of engines and boxes.
 """
 
 from __future__ import annotations

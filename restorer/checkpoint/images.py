@@ -1,7 +1,7 @@
 """CRIU's image files as records: a magic number, then protobuf messages, each with its length before it.
 
-Reads and writes just what :mod:`restorer.checkpoint.pages` needs, field by field, so that fields it does not know stay as they are. Knows
-the encoding of protobuf and nothing of what the fields mean.
+Reads and writes just what :mod:`restorer.checkpoint.pages` needs, field by field, so that fields it does not know stay as
+they are. Knows the encoding of protobuf and nothing of what the fields mean.
 """
 
 from __future__ import annotations

@@ -7,8 +7,9 @@ is anonymous memory, so its pages are moved aside::
     images/bulk-7.img       the pages file as CRIU wrote it; zeros are holes
     images/bulk.json        where each run of it belongs
 
-CRIU then makes the areas empty and leaves the tree stopped, for :mod:`restorer.checkpoint.filling` to put the runs into it. Only writable
-private anonymous memory is moved: nothing else can depend on when its pages come. Knows nothing of engines and boxes.
+CRIU then makes the areas empty and leaves the tree stopped, for :mod:`restorer.checkpoint.filling` to put the runs into it.
+Only writable private anonymous memory is moved: nothing else can depend on when its pages come. Knows nothing of engines and
+boxes.
 """
 
 from __future__ import annotations

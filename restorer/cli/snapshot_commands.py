@@ -51,7 +51,8 @@ def ls(
     """List the snapshots of this host, or those that a remote has copies of."""
     parsed = load(config)[1]
     if remote is not None:
-        from restorer.remotes.copies import list_remote  # noqa: PLC0415 -- what is here is listed without the clients of object stores
+        # What is here is listed without the clients of object stores.
+        from restorer.cli.transfer_commands import list_remote  # noqa: PLC0415
 
         return list_remote(parsed, remote, json_)
     store, judge = store_of(parsed), judge_of(parsed)
@@ -125,7 +126,7 @@ def rm(
     """Remove snapshots, each given by its ID or the beginning of it."""
     parsed = load(config)[1]
     if remote is not None:
-        from restorer.remotes.copies import remove_copies  # noqa: PLC0415
+        from restorer.cli.transfer_commands import remove_copies  # noqa: PLC0415
 
         return remove_copies(parsed, remote, ids)
     store = store_of(parsed)

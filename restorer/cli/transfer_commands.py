@@ -1,4 +1,4 @@
-"""``rewake snapshot push``, ``pull`` and ``diff``: copies of snapshots elsewhere, and what two of them share.
+"""``rewake snapshot push``, ``pull``, ``diff``, ``ls --remote``, ``rm --remote``: copies elsewhere, and what snapshots share.
 
 They read the store's folder and speak to the remote themselves; no restorer needs to run.
 """
@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
 
 from policies.config import Config
-from restorer import pulling
 from restorer.cli.commands import AsJson, ConfigFile
-from restorer.cli.console import bytes_bar, print_json, print_table, size
+from restorer.cli.console import bytes_bar, print_json, print_table, size, when
 from restorer.cli.operator import load
 from restorer.cli.snapshot_commands import store_of
-from restorer.remotes import transfer
+from restorer.remotes import pulling, transfer
 from restorer.remotes.catalog import chosen
+from restorer.remotes.copies import listed
 from restorer.remotes.transfer import Moved
 from restorer.storage import difference
 from restorer.storage.statefolder import judge_of, stamps_of
@@ -28,6 +28,34 @@ from restorer.storage.weights import WeightsStore
 
 T = TypeVar("T")
 RemoteName = Annotated[str | None, typer.Argument(metavar="[REMOTE]", help="A name under storage.remotes.")]
+
+
+def list_remote(config: Config, name: str, json_: bool) -> None:
+    """What ``ls --remote`` prints."""
+    catalog = chosen(config.storage, name)
+    found = asyncio.run(listed(catalog))
+    if json_:
+        return print_json(found)
+    rows = [
+        [one["id"], one["model"] or "-", when(one["created_ms"]), size(one["bytes"]), when(one["pushed_ms"]), one["state"]]
+        for one in found
+    ]
+    print_table(["SNAPSHOT", "MODEL", "MADE", "SIZE", "PUSHED", "STATE"], rows)
+
+
+def remove_copies(config: Config, name: str, ids: Sequence[str]) -> None:
+    """What ``rm --remote`` does and prints. Raises SnapshotError for the first id that is none; those before it are removed."""
+    catalog = chosen(config.storage, name)
+
+    async def work() -> None:
+        for id in ids:
+            copy = await catalog.find(id)
+            await catalog.withdraw(copy)
+            print(f"removed {copy.id} from {catalog.what}")
+
+    asyncio.run(work())
+    grace_s = catalog.remote.settings.retention.grace_s
+    print(f"what only they are made of goes when `rewake snapshot gc --remote {name}` runs {grace_s:g} s after this, or later")
 
 
 def push(

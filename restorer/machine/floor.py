@@ -1,8 +1,8 @@
 """How fast this host is, measured: the rates that :mod:`policies.floor` makes a restore's floor of.
 
-The probe is a process of its own, about two seconds long: what it touches is no memory of the restorer's, and a disk that
+The probe is a process of its own, about five seconds long: what it touches is no memory of the restorer's, and a disk that
 hangs ends with its deadline. What it says is kept in ``STATE_DIR/rates.json``, the best of each; ``rewake doctor`` measures
-again. Knows nothing of snapshots.
+again. Knows nothing of snapshots: the disk is read by whatever big file of the folder there is.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import logging
 import mmap
 import os
 import platform
+import stat
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -27,8 +29,8 @@ from pydantic import ValidationError
 
 from policies.floor import Rates
 from restorer.errors import Environment, RestorerError, ToolFailed, ToolHung
-from restorer.system import modules
-from restorer.system.files import disk_space, write_durable
+from restorer.system import modules, pagecache
+from restorer.system.files import data_extents, disk_space, write_durable
 
 log = logging.getLogger("rewake.restorer")
 
@@ -41,6 +43,10 @@ _MEMORY_BYTES = 192 << 20
 _TURNS = 3
 _LONGEST_S = 0.12
 """One measurement of one turn ends after this, with what it has moved."""
+_DISK_S = 0.3
+"""The disk is read for so long by each number of readers in each turn: for a moment it gives up to twice what it gives on."""
+_SAMPLE_BYTES = 512 << 20
+"""Files with less data are not worth being read in place of one that was written a moment ago."""
 _READERS = (1, 4)
 _SPAWN = ("unshare", "--pid", "--mount", "--ipc", "--uts", "--net", "--fork", "--kill-child", "--mount-proc", "true")
 _THREADS = min(16, os.cpu_count() or 1)
@@ -130,57 +136,114 @@ def _host() -> list[object]:
 
 
 def probe(folder: Path) -> Rates:
-    """Measure everything with a file in this folder, in turns, so that a busy moment meets no rate alone. Blocks for 2 s."""
-    with tempfile.TemporaryFile(dir=folder) as file, contextlib.ExitStack() as kept:
+    """Measure everything with files of this folder, in turns, so that a busy moment meets no rate alone. Blocks for 5 s."""
+    with contextlib.ExitStack() as kept:
+        file = kept.enter_context(tempfile.TemporaryFile(dir=folder))
         block = os.urandom(_BLOCK)
         for _ in range(_DISK_BYTES // _BLOCK):
             file.write(block)
         file.flush()
         os.fsync(file.fileno())
-        turns = [_turn(file.fileno(), bytearray(block), kept) for _ in range(_TURNS)]
-    # A virtual machine has memory that was used a moment ago at once, and any other at a fraction of that; a restore takes more
-    # than there is of the first. So the slowest turn counts, and what was measured is not given back for the next to find.
-    rates = {name: (max if name.startswith("disk") else min)(turn[name] for turn in turns) for name in turns[0]}
-    return Rates(measured_ms=time.time_ns() // 1_000_000, spawn_s=min(_spawned() for _ in range(3)), **rates)
+        if (found := sample(folder)) is not None:
+            kept.callback(os.close, found)
+        disk = kept.enter_context(_Disk(file.fileno() if found is None else found))
+        turns = [_turn(file.fileno(), disk, bytearray(block), kept) for _ in range(_TURNS)]
+        # A virtual machine has memory that was used a moment ago at once, and any other at a fraction of that; a restore takes
+        # more than there is of the first. So the slowest turn counts, and what was measured is not given back for the next.
+        memory = {name: min(turn[name] for turn in turns) for name in turns[0]}
+        spawn_s = min(_spawned() for _ in range(3))
+        return Rates(measured_ms=time.time_ns() // 1_000_000, spawn_s=spawn_s, **disk.rates, **memory)
 
 
-def _turn(fd: int, source: bytearray, kept: contextlib.ExitStack) -> dict[str, float]:
+def sample(folder: Path) -> int | None:
+    """The file on this folder's disk with the most data of which the page cache holds nothing, open; None: there is no big one.
+
+    What was written a moment ago lies in caches behind the disk: it is no measure of what has lain there for days.
+    """
+    device, sizes = folder.stat().st_dev, {}
+    for here, _, names in os.walk(folder):
+        for path in (os.path.join(here, name) for name in names):
+            with contextlib.suppress(OSError):
+                facts = os.lstat(path)
+                data = min(facts.st_blocks * 512, facts.st_size)
+                if stat.S_ISREG(facts.st_mode) and facts.st_dev == device and data >= _SAMPLE_BYTES:
+                    sizes[path] = data
+    for path in sorted(sizes, key=lambda path: -sizes[path]):
+        with contextlib.suppress(OSError):
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            if pagecache.resident(fd, os.fstat(fd).st_size) == 0:
+                return fd
+            os.close(fd)
+    return None
+
+
+def _turn(fd: int, disk: _Disk, source: bytearray, kept: contextlib.ExitStack) -> dict[str, float]:
     def copied(_: int, to: memoryview) -> None:
         ctypes.memmove(_address(to), (ctypes.c_char * len(source)).from_buffer(source), len(source))
 
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    disk_cached = _rate(1, _DISK_BYTES, lambda at, buffer: os.preadv(fd, [buffer], at))
+    disk.read_on()
     for at in range(0, _HOT_BYTES, _BLOCK):
         os.pread(fd, _BLOCK, at)
     cache = _into_fresh_memory(lambda at, to: os.preadv(fd, [to], at % _HOT_BYTES))
-    return {
-        "disk_cached": disk_cached,
-        "cache": cache,
-        "disk": max(_disk(fd, readers) for readers in _READERS),
-        "fill": _into_fresh_memory(copied),
-        "fill_huge": _into_fresh_memory(copied, kept=kept),
-    }
+    return {"cache": cache, "fill": _into_fresh_memory(copied), "fill_huge": _into_fresh_memory(copied, kept=kept)}
 
 
-def _disk(fd: int, readers: int) -> float:
-    """Past the page cache, where the file system can."""
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    path = f"/proc/self/fd/{fd}"
-    with contextlib.suppress(OSError):
-        direct = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+class _Disk:
+    """A file's data, read turn after turn: past the page cache, where the file system can, and through it.
+
+    A restore reads for seconds, and what a disk gives in one moment is not what it gives: so the means of all turns count, and
+    each reads on where the one before has ended.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd, self._direct = fd, -1
+        with contextlib.suppress(OSError):
+            self._direct = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+        runs = data_extents(fd, os.fstat(fd).st_size)
+        self._blocks = [at for start, end in runs for at in range(start, end - _BLOCK + 1, _BLOCK)]
+        self._done = 0
+        self._past: dict[int, list[float]] = {readers: [] for readers in _READERS}
+        self._through: list[float] = []
+
+    def __enter__(self) -> _Disk:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._direct >= 0:
+            os.close(self._direct)
+
+    def read_on(self) -> None:
+        """One turn of each way."""
+        self._through.append(self._read(1, self._fd))
+        for readers, rates in self._past.items():
+            rates.append(self._read(readers, self._fd if self._direct < 0 else self._direct))
+
+    def _read(self, readers: int, fd: int) -> float:
+        first, blocks = self._done, self._blocks
+
+        def read(at: int, buffer: memoryview) -> None:
+            self._done += 1
+            os.preadv(fd, [buffer], blocks[(first + at // _BLOCK) % len(blocks)])
+
+        # It holds nothing of the file that anybody else has read.
+        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
         try:
-            return _rate(readers, _DISK_BYTES, lambda at, buffer: os.preadv(direct, [buffer], at))
+            return _rate(readers, len(blocks) * _BLOCK, read, _DISK_S)
         finally:
-            os.close(direct)
-    return _rate(readers, _DISK_BYTES, lambda at, buffer: os.preadv(fd, [buffer], at))
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """Past the page cache with as many readers as are fastest, and through it with one; bytes a second."""
+        return {"disk": max(map(statistics.fmean, self._past.values())), "disk_cached": statistics.fmean(self._through)}
 
 
-def _rate(threads: int, size: int, work: Callable[[int, memoryview], object]) -> float:
+def _rate(threads: int, size: int, work: Callable[[int, memoryview], object], longest_s: float = _LONGEST_S) -> float:
     """Bytes a second of work on blocks, each thread with one buffer that it keeps."""
     buffers = [memoryview(mmap.mmap(-1, _BLOCK)) for _ in range(threads)]
     for buffer in buffers:
         buffer[:] = bytes(_BLOCK)
-    return _timed(threads, size, lambda number, at: work(at, buffers[number]))
+    return _timed(threads, size, lambda number, at: work(at, buffers[number]), longest_s)
 
 
 def _into_fresh_memory(work: Callable[[int, memoryview], object], *, kept: contextlib.ExitStack | None = None) -> float:
@@ -202,9 +265,9 @@ def _on_part(view: memoryview, at: int, work: Callable[[int, memoryview], object
         work(at, part)
 
 
-def _timed(threads: int, size: int, work: Callable[[int, int], object]) -> float:
+def _timed(threads: int, size: int, work: Callable[[int, int], object], longest_s: float = _LONGEST_S) -> float:
     """Bytes a second of ``work(thread, offset)`` over all blocks, or as many as the time allows."""
-    end = time.perf_counter() + _LONGEST_S
+    end = time.perf_counter() + longest_s
 
     def share(number: int) -> int:
         done = 0

@@ -22,7 +22,6 @@ from policies.config import Config, Model
 from policies.floor import Rates
 from policies.manifest import HostFacts, Manifest, Profile
 from policies.wire import SnapshotSummary
-from restorer.arrival import Arrival
 from restorer.boxes import network
 from restorer.boxes.box import Box, BoxFactory
 from restorer.boxes.probes import CHECK, MINIMUM_CRIU
@@ -42,6 +41,7 @@ from restorer.procfs import inventory
 from restorer.records.journal import Hook, Journals
 from restorer.records.progress import ProgressBoard
 from restorer.records.tally import Tally
+from restorer.storage.arrival import Arrival
 from restorer.storage.holds import users_of
 from restorer.storage.integrity import MANIFEST
 from restorer.storage.ownership import way_to

@@ -20,17 +20,17 @@ import httpx
 
 from policies import compat, drivers, reading
 from policies.manifest import Allocation, GpuState, Manifest, Weights
-from restorer import delivery
 from restorer.adapters.engines import HttpEngine
-from restorer.arrival import Arrival
 from restorer.boxes.box import Box
-from restorer.delivery import Delivery, awake_bytes, put_back, transfer_s
 from restorer.errors import EngineDied, Environment, RestorerError, SnapshotError
 from restorer.gpu.gpus import MARGIN_BYTES, Need, Placement, mapping, memory
 from restorer.machine.host import Host
+from restorer.operations import delivery
+from restorer.operations.delivery import Delivery, awake_bytes, put_back, transfer_s
 from restorer.operations.instance import Instance, connect, resurrect
 from restorer.procfs import inventory
 from restorer.records.stages import Stages
+from restorer.storage.arrival import Arrival
 from restorer.storage.weights import PART_BYTES
 
 LOCK_S = 30.0

@@ -16,7 +16,6 @@ from policies.manifest import Manifest
 from policies.replica import Event, State
 from policies.wire import Failure, JobKind, OperationState
 from restorer.adapters.engines import HttpEngine, adapter
-from restorer.arrival import Arrival
 from restorer.boxes.box import Box
 from restorer.checkpoint import prefetch
 from restorer.coordination.jobs import Claim, Outcome
@@ -46,6 +45,7 @@ from restorer.operations.suspended import Suspended
 from restorer.operations.undo import fresh_box, unwinding
 from restorer.records.reckoning import reckoned, told
 from restorer.records.stages import Stages
+from restorer.storage.arrival import Arrival
 from restorer.storage.integrity import verify_files
 
 EXIT_FAILED, EXIT_HOST = 1, 3

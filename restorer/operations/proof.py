@@ -11,7 +11,6 @@ from pathlib import Path
 from policies.manifest import Exchange, Manifest
 from restorer.adapters import canary
 from restorer.adapters.engines import HttpEngine
-from restorer.arrival import Arrival
 from restorer.boxes.box import Box
 from restorer.checkpoint.prefetch import Touched
 from restorer.errors import CanaryDiffers, EngineDied, EngineNotReady, SnapshotError
@@ -20,6 +19,7 @@ from restorer.machine.host import Host
 from restorer.operations import accounts, gpustate
 from restorer.operations.instance import Instance, connect, last_words
 from restorer.records.stages import Stages
+from restorer.storage.arrival import Arrival
 
 
 async def revived(

@@ -19,13 +19,13 @@ from policies.compat import Mismatch
 from policies.manifest import Manifest
 from policies.reading import Choice
 from policies.storage import Storage
-from restorer.arrival import Arrival
 from restorer.errors import Environment, HostIncompatible, RemoteFailed, SnapshotError
 from restorer.machine.host import Host, Match, log
-from restorer.pulling import pull
 from restorer.records.stages import Stages, Timed
 from restorer.remotes.catalog import Catalog, Copy, chosen
+from restorer.remotes.pulling import pull
 from restorer.remotes.transfer import Moved, Report
+from restorer.storage.arrival import Arrival
 from restorer.storage.integrity import verify_files
 from restorer.storage.partial import Busy
 
@@ -120,7 +120,7 @@ def _arriving(host: Host, match: Match, arrival: Arrival, early: Choice) -> Matc
 async def copied(
     host: Host, catalog: Catalog, manifest: Manifest, copy: Copy, report: Report, arrival: Arrival | None = None
 ) -> Moved:
-    """A snapshot of a remote, on this host; by whoever gets it here first. Args and errors: see :func:`restorer.pulling.pull`."""
+    """A snapshot of a remote, on this host; by whoever gets it here first. As :func:`restorer.remotes.pulling.pull`."""
     while True:
         if any(one.id == manifest.id for one in await asyncio.to_thread(host.snapshots.list)):
             return Moved()

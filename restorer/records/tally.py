@@ -1,7 +1,7 @@
 """What this restorer has counted, until it is added to the store.
 
-Counting is plain arithmetic, from any thread; :mod:`restorer.operations.worker` adds it to the store once a second. Which series there are
-is :mod:`policies.series`' to say. Knows nothing of the store.
+Counting is plain arithmetic, from any thread; :mod:`restorer.operations.worker` adds it to the store once a second. Which
+series there are is :mod:`policies.series`' to say. Knows nothing of the store.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@
     weights/<digest>/chunks, index               a weights set; the index is its commit marker
     leases/                                      who pushes and who sweeps just now (:mod:`restorer.remotes.leases`)
 
-All but rewake.json is wrapped by :mod:`restorer.remotes.sealing`. Invariants: a manifest must be put only after everything that it
-names, and everything named must be durable then; what has no manifest is no snapshot; an object is never changed; a manifest
-must be gone, and that durable, before anything that it names is removed.
+All but rewake.json is wrapped by :mod:`restorer.remotes.sealing`. Invariants: a manifest must be put only after everything
+that it names, and everything named must be durable then; what has no manifest is no snapshot; an object is never changed; a
+manifest must be gone, and that durable, before anything that it names is removed.
 
 Knows names and wrapping; what is copied when is decided by :mod:`restorer.remotes.transfer`.
 """

@@ -1,9 +1,10 @@
 """Removes from a remote what it need not keep: copies that its retention lets go, and what no copy is made of.
 
-Mark and sweep. Marked is what any manifest names, that of a copy which was removed a moment ago included, so that whoever pulls
-that can end. What is younger than the grace stays anyway: a push that was cut off is gone on with. While somebody pushes nothing
-is swept, and a sweep ends when somebody begins to (:mod:`restorer.remotes.leases`). Nor is anything swept while a manifest or a list
-cannot be read, since it may name any of it. A crash leaves whole copies, and rubbish for the next sweep.
+Mark and sweep. Marked is what any manifest names, that of a copy which was removed a moment ago included, so that whoever
+pulls that can end. What is younger than the grace stays anyway: a push that was cut off is gone on with. While somebody
+pushes nothing is swept, and a sweep ends when somebody begins to (:mod:`restorer.remotes.leases`). Nor is anything swept
+while a manifest or a list cannot be read, since it may name any of it. A crash leaves whole copies, and rubbish for the next
+sweep.
 """
 
 from __future__ import annotations

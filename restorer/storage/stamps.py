@@ -86,7 +86,7 @@ class Stamps:
         Args:
             progress: told each file that is done.
             tap: asked for each file for who is told what is read of it; every file is then read, known or not.
-            sparse: hash as :class:`restorer.system.files.SparseHash` does. What is known of a file is known in one of the two ways.
+            sparse: hash as :class:`~restorer.system.files.SparseHash` does. What is known of a file is known in one of the two.
         """
         done: dict[Path, str | OSError] = {}
         folders: dict[str, str] = {}

@@ -24,6 +24,10 @@ _SLOW_DISK = 20_000_000
 """Bytes a second that the slowest disk reads which anybody keeps snapshots on."""
 
 
+_TIED = ("setpriv", "--pdeathsig", "KILL")
+"""Before a tool: it ends with the thread that has started it, which waits for it."""
+
+
 @contextlib.contextmanager
 def disk_space(doing: str, folder: Path, need: int = 0) -> Iterator[None]:
     """Turn "no space left" and "quota exceeded" into :class:`Environment`, saying what was being done and how to go on.
@@ -238,21 +242,24 @@ def dig_holes(path: Path, *, patience_s: float = 30.0) -> int:
     """Turn runs of zeros into holes, by util-linux's ``fallocate``; the content reads the same. Returns bytes freed.
 
     A file system without holes frees nothing, and that is all: it costs space, never correctness. A donor stands still
-    meanwhile, so it has ``patience_s``, and besides as long as its bytes take on a slow disk.
+    meanwhile, so it has ``patience_s``, and besides as long as its bytes take on a slow disk. However this process ends, the
+    kernel ends the tool with it.
 
     Raises:
-        Environment: there is no ``fallocate``.
+        Environment: there is no ``fallocate``, or no ``setpriv``.
         ToolFailed, ToolHung: it failed, or took longer than that.
     """
     before = allocated(path)
     timeout_s = patience_s + before / _SLOW_DISK
-    argv = ["fallocate", "--dig-holes", str(path)]
+    argv = [*_TIED, "fallocate", "--dig-holes", str(path)]
+    if shutil.which("fallocate") is None:
+        raise Environment("fallocate is missing; install util-linux")
     try:
         done = subprocess.run(
             argv, capture_output=True, text=True, timeout=timeout_s, check=False, env={**os.environ, "LC_ALL": "C"}
         )
     except FileNotFoundError:
-        raise Environment("fallocate is missing; install util-linux") from None
+        raise Environment("setpriv is missing; install util-linux") from None
     except subprocess.TimeoutExpired:
         raise ToolHung(f"fallocate --dig-holes {path} did not end within {timeout_s:g} s and was killed") from None
     if done.returncode != 0 and "not supported" not in done.stderr:

@@ -21,11 +21,11 @@ from pathlib import Path
 from blake3 import blake3
 
 from policies.manifest import Manifest, Weights, WeightsPart, canonical
-from restorer.arrival import Arrival
 from restorer.errors import Environment, SnapshotError
 from restorer.remotes.catalog import Catalog, Copy
 from restorer.remotes.transfer import Copying, Moved, Place, Plan, Report
 from restorer.storage import chunks, sharing, signatures
+from restorer.storage.arrival import Arrival
 from restorer.storage.chunks import Chunk
 from restorer.storage.keyring import KeyRing
 from restorer.storage.partial import Partial

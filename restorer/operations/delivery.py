@@ -18,12 +18,12 @@ import httpx
 
 from policies.manifest import GpuState, Weights
 from restorer.adapters.engines import HttpEngine
-from restorer.arrival import Arrival
 from restorer.boxes.box import Box
 from restorer.errors import CanaryDiffers, EngineNotReady, RestorerError
 from restorer.gpu.cuda import Cuda
 from restorer.gpu.gpus import MARGIN_BYTES, Placement, memory
 from restorer.machine.host import Host, log
+from restorer.storage.arrival import Arrival
 from restorer.system import pagecache
 
 _SLOWEST = 50e6
