@@ -1,4 +1,4 @@
-"""Snapshots to a remote: only what is missing there moves. :mod:`restorer.remotes.pulling` is the way back, and counts as this does.
+"""Snapshots to a remote: only what is missing there moves. :mod:`restorer.remotes.pulling` is the way back, counted as this is.
 
 Pushed in the order chunks, weights, list, signatures, manifest. Nothing is noted on the way: what is there is known by its
 content, so a copy can be cut off anywhere and begun again. What is read here is compared with its hash before it leaves.
