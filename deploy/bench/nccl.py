@@ -36,6 +36,8 @@ _SOCKETS = {
     "NCCL_NET": "Socket",
     "NCCL_SOCKET_IFNAME": "lo",
 }
+_SHARED = {"NCCL_P2P_DISABLE": "1", "NCCL_CUMEM_ENABLE": "0", "NCCL_CUMEM_HOST_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+_PEERS = {"NCCL_CUMEM_ENABLE": "0", "NCCL_CUMEM_HOST_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 _PROCESSES = 2
 _CASE_S = 60.0
 _LOCK_S, _DRIVER_S = 10.0, 30.0
@@ -61,8 +63,11 @@ CASES = {
     "one memory domain": Case("eager", {**_SOCKETS, "NCCL_MEM_SYNC_DOMAIN": "0"}),
     "made anew": Case("anew", _SOCKETS),
     "made anew in a CUDA graph": Case("anew-graph", _SOCKETS),
-    "shared memory": Case("eager", {"NCCL_P2P_DISABLE": "1", "NCCL_CUMEM_HOST_ENABLE": "0"}, apart=False),
-    "peer to peer": Case("eager", {}, apart=False),
+    "shared memory": Case("eager", _SHARED, apart=False),
+    "shared memory in a CUDA graph": Case("graph", _SHARED, apart=False),
+    "peer to peer, no cuMem": Case("eager", _PEERS, apart=False),
+    "peer to peer": Case("eager", {"NCCL_NVLS_ENABLE": "0"}, apart=False),
+    "multicast": Case("eager", {}, apart=False),
 }
 
 
