@@ -231,7 +231,7 @@ async def test_a_rest_that_does_not_come_is_not_waited_for_longer_than_a_gpu_may
     with pytest.raises(ArrivalFailed, match="did not come in time"):
         await arrival.weights()
     assert asked
-    assert asked[0] <= 3 * PART
+    assert 2 * PART <= asked[0] <= 3 * PART
     with pytest.raises(TimeoutError):
         await task
     assert [name for name in os.listdir(there.weights.root) if name.startswith(PREFIX)], "what has come stays"

@@ -231,7 +231,7 @@ async def _fetch_weights(copying: Copying, store: WeightsStore, weights: Weights
     async def check(part: WeightsPart) -> None:
         async with turn:
             await asyncio.to_thread(store.check, coming.partial.path, part)
-        arrival.whole(weights.digest, part.name)
+        arrival.whole(weights.digest, part)
 
     async def free() -> None:
         while len(checks) >= _BEHIND:
