@@ -85,7 +85,6 @@ def test_restore_case_31_what_criu_writes_is_written_once_and_no_more(snapshot: 
     manifest, (bulk,) = manifest_of(snapshot), (snapshot / "images").glob("bulk-*.img")
     dump = sum(one.bytes for one in manifest.objects)
     assert 0.98 * bulk.stat().st_size <= manifest.bytes_written <= 1.02 * dump
-    assert manifest.bytes_written >= manifest.bytes
 
 
 def test_each_stage_says_from_which_tier_it_read_and_the_rest_is_accounted_for(system: Installation, snapshot: Path) -> None:
