@@ -144,6 +144,26 @@ async def test_everything_else_is_here_and_verified_before_the_weights_and_nothi
     assert list(there.weights.verify([weights], full=True)) == []
 
 
+@pytest.mark.parametrize("any_remote", ["folder"], indirect=True)
+async def test_each_worker_has_a_set_that_comes(
+    gate: tuple[Gate, Catalog, Manifest, Weights], here: Place, there: Place, pulls: Callable[..., asyncio.Task[str]]
+) -> None:
+    held, catalog, _, first = gate
+    second = weights_of(here, seed=10, parts=2)
+    manifest = made(here, first, second, first, created_ms=2)
+    await here.push(catalog, manifest)
+    arrival = Arrival()
+    pulls(arrival, there, catalog, manifest.id)
+    await eventually(lambda: arrival.usable)
+    assert arrival.left == 5 * PART
+    assert arrival.place(first) != arrival.place(second)
+    held.let(0, 1, 2)
+    await arrival.weights()
+    await arrival.all()
+    assert arrival.left == 0
+    assert list(there.weights.verify([first, second], full=True)) == []
+
+
 async def test_what_was_pulled_is_hashed_once(
     gate: tuple[Gate, Catalog, Manifest, Weights],
     there: Place,
