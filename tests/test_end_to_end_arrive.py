@@ -29,7 +29,7 @@ pytestmark = pytest.mark.criu
 GB = 1e9
 RATES = Rates(measured_ms=1, disk=GB, disk_cached=GB, cache=GB, fill=GB, fill_huge=GB, spawn_s=600.0, pcie=GB)
 """Of a host that takes so long to begin with that whatever still comes is here in time."""
-FAULTS = ("flip", "503", "stall")
+FAULTS = ("flip", "stall")
 WHOLE = {"GPU-0": 8 << 30, "GPU-1": 8 << 30}
 
 

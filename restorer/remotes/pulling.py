@@ -202,10 +202,8 @@ async def _fetch(
             await free()
         async with copying.room(chunk.size):
             data, sent = await copying.catalog.get_chunk(chunk)
-            if blake3(data).digest() != chunk.id:
+            if not await asyncio.to_thread(_put, partial, places[chunk.id], chunk, data):
                 raise _damaged(copying.catalog, chunk, places[chunk.id][0])
-            for place in places[chunk.id]:
-                await asyncio.to_thread(partial.write, place.path, place.offset, data)
         copying.done(chunk, sent=sent)
         came(chunk.size)
         for place in places[chunk.id]:
@@ -214,6 +212,15 @@ async def _fetch(
                 whole(place.path)
 
     await copying.catalog.remote.each(coming.rest, fetch)
+
+
+def _put(partial: Partial, places: Iterable[Place], chunk: Chunk, data: bytes) -> bool:
+    """Put a chunk into its places, if it is what its name says."""
+    if blake3(data).digest() != chunk.id:
+        return False
+    for place in places:
+        partial.write(place.path, place.offset, data)
+    return True
 
 
 def _damaged(catalog: Catalog, chunk: Chunk, place: Place) -> SnapshotError:
