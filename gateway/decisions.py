@@ -7,7 +7,7 @@ between these steps, :mod:`gateway.fastpath` takes them without a task. The numb
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from gateway import access, affinity, dialects, edits, envelope, errors, intake, logs, usage, websocket
@@ -147,8 +147,7 @@ class Decisions:
         self._metrics = metrics
         self._tracer = tracer
         self._sampler = None if tracer is None else tracer.sampler
-        steps = (metrics.account, log.write)
-        self._epilogue = Epilogue(*steps) if tracer is None else Epilogue(*steps, tracer.ended)
+        self._epilogue = Epilogue(metrics.account, log.write, self._trace)
         metrics.gather = self._epilogue.settle
         self._wall = time.time
 
@@ -371,3 +370,10 @@ class Decisions:
         trail.seconds = now - trail.since
         trail.ended = self._wall()
         self._epilogue.add(trail)
+
+    def _trace(self, ended: Sequence[Trail]) -> None:
+        """12. The few of them that are traced."""
+        if self._tracer is not None:
+            for trail in ended:
+                if trail.trace is not None:
+                    self._tracer.ended(trail)

@@ -101,7 +101,7 @@ class Dispatch:
         """The line of the access log; what is passed on has one by the proxy."""
         trail.client = self._clients.origin(request.remote, request.scheme, request.headers).address
         trail.seconds = asyncio.get_running_loop().time() - trail.since
-        self._log.write(trail)
+        self._log.write((trail,))
 
     async def _call(self, request: web.Request, found: Found, tenant: str) -> Call:
         """A plain request, its small body read."""

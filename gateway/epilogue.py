@@ -7,7 +7,7 @@ time. So requests that have ended wait for each other, for a moment. Knows nothi
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from gateway import logs
 from gateway.trail import Trail
@@ -22,10 +22,10 @@ class Epilogue:
     """The requests of one gateway process that have ended a moment ago. Needs a running event loop.
 
     Args:
-        steps: what is done with each, in this order.
+        steps: what is done with those that ended together, in this order; one that fails keeps no other from being taken.
     """
 
-    def __init__(self, *steps: Callable[[Trail], None]) -> None:
+    def __init__(self, *steps: Callable[[Sequence[Trail]], None]) -> None:
         self._steps = steps
         self._loop = asyncio.get_running_loop()
         self._ended: list[Trail] = []
@@ -45,9 +45,10 @@ class Epilogue:
             self._timer.cancel()
             self._timer = None
         ended, self._ended = self._ended, []
+        if not ended:
+            return
         for step in self._steps:
-            for trail in ended:
-                try:
-                    step(trail)
-                except Exception as error:  # one request's must not become another's
-                    logs.error("bug", error, request_id=trail.id)
+            try:
+                step(ended)
+            except Exception as error:
+                logs.error("bug", error, requests=len(ended))

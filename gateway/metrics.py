@@ -131,8 +131,12 @@ class Metrics:
         """The value of a ``tenant`` label."""
         return name if name in self._tenants else OTHER
 
-    def account(self, trail: Trail) -> None:
-        """Count a request that has ended, and for its tenant, if it has one."""
+    def account(self, trails: Sequence[Trail]) -> None:
+        """Count requests that have ended, and for their tenants, if they have one."""
+        for trail in trails:
+            self._account(trail)
+
+    def _account(self, trail: Trail) -> None:
         labels = (trail.tenant, trail.model, trail.route, trail.status, trail.start)
         ended = self._ended.get(labels)
         if ended is None:

@@ -95,7 +95,7 @@ class Overview:
             "store": reachable,
             "gateways": self._reporter.gateways,
             "models": [self._model(model, hosts) for model in self._current.config.models],
-            "held": held[:MAX_HELD],
+            "held": [one.request.model_dump() | {"gateway": one.gateway, "of": one.of} for one in held[:MAX_HELD]],
             "replicas": [_replica(one, inflight.get(one.incarnation, 0)) for one in replicas[:MAX_REPLICAS]],
             "progress": progress,
             "operations": operations,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from gateway import logs
 from gateway.errors import StoreUnavailable
@@ -21,6 +22,16 @@ from policies.wire import GatewayReport, Held, ModelLoad
 PERIOD_S = 1.0
 _CALM_S = 0.02
 """Edges within this time share one report, so that a busy replica does not mean a busy store."""
+
+
+class Place(NamedTuple):
+    """Where a request waits. Each gateway has a queue of its own, and slots of its own for those in it: there is no place
+    among all that wait."""
+
+    request: Held
+    gateway: str
+    of: int
+    """Requests that wait there for the same model."""
 
 
 class Reporter:
@@ -88,10 +99,15 @@ class Reporter:
             arrivals=sum(load.arrivals for load in loads),
         )
 
-    def held(self) -> Sequence[Held]:
+    def held(self) -> Sequence[Place]:
         """Some of the requests that are held, over all gateways; who has waited longest first."""
-        others = (one for report in self._peers.values() for one in report.waiting)
-        return sorted((*self.waiting(), *others), key=lambda one: -one.waited_s)
+        own = [Place(one, self.id, self._ledger.held(one.model)) for one in self.waiting()]
+        others = [
+            Place(one, report.id, report.models[one.model].held if one.model in report.models else 0)
+            for report in self._peers.values()
+            for one in report.waiting
+        ]
+        return sorted((*own, *others), key=lambda place: -place.request.waited_s)
 
     def kick(self) -> None:
         """Something changed that somebody may wait for."""

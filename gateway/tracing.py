@@ -10,7 +10,7 @@ import asyncio
 import importlib
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from gateway import logs, whereabouts
@@ -44,7 +44,7 @@ class Missing(Exception):
 class Outlet(Protocol):
     """Where finished requests and spans go; never waits."""
 
-    def put(self, spans: Callable[[], Sequence[Span]]) -> None:
+    def put(self, spans: Callable[[], Iterable[Span]]) -> None:
         """Send these, made when it suits; dropped when too many wait."""
 
     def start(self) -> None: ...
@@ -147,7 +147,7 @@ class Tracer:
     def ended(self, trail: Trail) -> None:
         """Whatever became of it."""
         if trail.trace is not None:
-            self._out.put(lambda: list(_request(trail, self._address)))
+            self._out.put(lambda: _request(trail, self._address))
 
     def asking(self, model: str) -> str:
         """The ``traceparent`` of an operation that is about to be asked for: it is part of the trace of who waits longest."""
@@ -202,7 +202,7 @@ def _request(trail: Trail, address: tuple[str, int]) -> Iterator[Span]:
     trace, now, now_ns = trail.trace, trail.since + trail.seconds, int(trail.ended * _SECOND_NS)
     assert trace is not None
     begun_ns = now_ns - int(trail.seconds * _SECOND_NS)
-    asked = _asked(trail)
+    facts, events, asked = _facts(trail), _events(trail, begun_ns), _asked(trail)
     yield Span(
         name=f"{trail.method} {trail.route}",
         context=trace.own,
@@ -219,10 +219,10 @@ def _request(trail: Trail, address: tuple[str, int]) -> Iterator[Span]:
             "client.address": trail.client,
             "gen_ai.provider.name": "rewake",
             "rewake.request_id": trail.id,
-            **_facts(trail),
+            **facts,
             **asked,
         },
-        events=_events(trail, begun_ns),
+        events=events,
         error=trail.code if trail.status >= 400 or trail.code else "",
     )
 
@@ -250,8 +250,8 @@ def _request(trail: Trail, address: tuple[str, int]) -> Iterator[Span]:
             kind="client",
             begun_ns=at(trace.sent_at),
             ended_ns=now_ns,
-            attributes={"server.address": host, "server.port": port, "gen_ai.provider.name": engine, **_facts(trail), **asked},
-            events=_events(trail, begun_ns),
+            attributes={"server.address": host, "server.port": port, "gen_ai.provider.name": engine, **facts, **asked},
+            events=events,
             error=trail.code,
         )
 

@@ -282,7 +282,7 @@ class Held(_Record):
     model: str
     tenant: str
     position: int
-    """At its gateway; 1 is next."""
+    """In the queue of its gateway worker; 1 is next. Each worker has a queue of its own, and slots of its own for those in it."""
     waited_s: float
     eta_s: float | None
 

@@ -66,7 +66,7 @@ def logged(*trails: Trail, config: Current | None = None) -> list[dict[str, Any]
         log = access.Log(config or current(), into, wall=lambda: 1_700_000_000.125)
         log.start()
         for each in trails:
-            log.write(each)
+            log.write((each,))
         log.close()
         os.close(into)
         return read_lines(out)
@@ -149,7 +149,7 @@ def test_every_value_is_told_as_json_says_it(
     facts: dict[str, Any] = {"id": id, "code": code, "seconds": seconds, "ended": wall, **dict(zip(names, numbers, strict=True))}
     with open(os.devnull, "wb") as nowhere:
         log = access.Log(current(), nowhere.fileno())
-        log.write(trail(**facts))
+        log.write((trail(**facts),))
         line = json.loads(log._waiting.pop())
     assert (line["request_id"], line["code"]) == (id, code)
     assert tuple(line[name] for name in names) == numbers
@@ -162,8 +162,8 @@ def test_what_lines_have_in_common_is_kept_for_a_bounded_number_of_clients() -> 
     with open(os.devnull, "wb") as nowhere:
         log = access.Log(current(), nowhere.fileno())
         for number in range(3000):
-            log.write(trail(client=f"client-{number}"))
-        lines = [json.loads(line) for line in log._waiting]
+            log.write((trail(client=f"client-{number}"),))
+        lines = [json.loads(line) for line in b"".join(log._waiting).splitlines()]
         assert [line["client"] for line in lines] == [f"client-{number}" for number in range(3000)]
         assert len(log._common) <= 1024
 
@@ -173,9 +173,9 @@ def test_switched_off_it_writes_nothing_and_a_reload_switches_it_on() -> None:
     with pipe() as (out, into):
         log = access.Log(config, into)
         log.start()
-        log.write(trail(id="unseen"))
+        log.write((trail(id="unseen"),))
         config.replace(current().config)
-        log.write(trail(id="seen"))
+        log.write((trail(id="seen"),))
         log.close()
         os.close(into)
         assert [line["request_id"] for line in read_lines(out)] == ["seen"]
@@ -191,7 +191,7 @@ def test_lines_keep_their_order_and_come_whole_beside_those_of_others() -> None:
         for number, log in enumerate(logs):
             log.start()
             for n in range(1000):
-                log.write(trail(id=f"{number}-{n}"))
+                log.write((trail(id=f"{number}-{n}"),))
         for log in logs:
             log.close(10)
         os.close(into)
@@ -199,6 +199,36 @@ def test_lines_keep_their_order_and_come_whole_beside_those_of_others() -> None:
     for number in range(2):
         mine = [line["request_id"] for line in found if line["request_id"].startswith(f"{number}-")]
         assert mine == [f"{number}-{n}" for n in range(1000)]
+
+
+def test_what_ended_together_is_written_as_if_one_by_one() -> None:
+    """Into a pipe in whole lines of at most what it takes in one piece, be one alone longer."""
+    trails = [trail(id=f"r{n}", tenant="x" * (5000 if n == 20 else 10)) for n in range(64)]
+    with pipe() as (out, into):
+        pieces: list[bytes] = []
+        reader = threading.Thread(target=lambda: pieces.extend(iter(lambda: os.read(out, 1 << 20), b"")))
+        log = access.Log(current(), into)
+        log.write(trails)
+        write, written = os.write, list[bytes]()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(access.os, "write", lambda to, data: (written.append(data), write(to, data))[1])
+            reader.start()
+            log.start()
+            log.close(30)
+        os.close(into)
+        reader.join(30)
+    assert [json.loads(line)["request_id"] for line in b"".join(pieces).splitlines()] == [f"r{n}" for n in range(64)]
+    assert all(data.endswith(b"\n") for data in written)
+    assert all(len(data) <= 4096 or data.count(b"\n") == 1 for data in written)
+    assert len(written) < 16
+
+
+def test_one_that_cannot_be_told_costs_no_other_its_line(caplog: pytest.LogCaptureFixture) -> None:
+    with open(os.devnull, "wb") as nowhere:
+        log = access.Log(current(), nowhere.fileno())
+        log.write((trail(id="r1"), trail(id="r2", seconds=float("nan")), trail(id="r3")))
+        assert [json.loads(line)["request_id"] for line in log._waiting.pop().splitlines()] == ["r1", "r3"]
+    assert "r2" in str([record.__dict__ for record in caplog.records])
 
 
 def test_a_reader_that_stalls_costs_lines_but_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +239,7 @@ def test_a_reader_that_stalls_costs_lines_but_no_time(monkeypatch: pytest.Monkey
         log.start()
         began = time.monotonic()
         for n in range(20_000):
-            log.write(trail(id=f"r{n}"))
+            log.write((trail(id=f"r{n}"),))
         assert time.monotonic() - began < 20
         found: list[dict[str, Any]] = []
         reader = threading.Thread(target=lambda: found.extend(read_lines(out)))
@@ -229,7 +259,7 @@ def test_a_reader_that_never_reads_does_not_keep_the_process() -> None:
         log = access.Log(current(), into)
         log.start()
         for n in range(2000):
-            log.write(trail(id=f"r{n}", tenant="x" * 200))
+            log.write((trail(id=f"r{n}", tenant="x" * 200),))
         began = time.monotonic()
         log.close(0.2)
         assert time.monotonic() - began < 10
@@ -240,9 +270,9 @@ def test_a_reader_that_is_gone_ends_the_log_and_nothing_else(caplog: pytest.LogC
         os.close(out)
         log = access.Log(current(), into)
         log.start()
-        log.write(trail())
+        log.write((trail(),))
         log.close(5)
-        log.write(trail())
+        log.write((trail(),))
     assert "access log ended" in caplog.text
 
 

@@ -126,7 +126,7 @@ def test_openmetrics_names_a_trace_for_a_bucket():
     trail.model, trail.start, trail.trace = "m", "cold", Trace(own, None, "", "")
     trail.first_byte_s, trail.seconds, trail.status = 0.3, 700.0, 200
     metrics.first_byte(trail, trail.first_byte_s)
-    metrics.account(trail)
+    metrics.account((trail,))
     reply = metrics.expose(OPENMETRICS)
     assert reply.content_type.startswith("application/openmetrics-text")
     found = {

@@ -110,11 +110,27 @@ async def test_held_requests_are_named_in_their_order_and_bounded(store, store_s
         found = await overview(served)
         assert found["models"][0]["held"] == count
         assert [one["position"] for one in found["held"]] == list(range(1, MAX_WAITING + 1))
-        assert {one["model"] for one in found["held"]} == {"m"}
+        assert {(one["model"], one["of"], one["gateway"]) for one in found["held"]} == {("m", count, served.gateway.reporter.id)}
         gate.set()
         await Fleet(store).admit(fake)
         await asyncio.gather(*requests)
         assert (await overview(served))["held"] == []
+
+
+async def test_a_position_is_one_at_a_gateway_and_says_at_which(store, store_server):
+    """Each has a queue of its own: two requests may both be the first, and nobody is told that one is behind the other."""
+    async with serving(store_server, id="gw1") as one, serving(store_server, id="gw2") as other:
+        requests = [asyncio.create_task(served.chat()) for served in (one, one, other)]
+
+        async def told() -> bool:
+            held = (await overview(one))["held"]
+            places = sorted((place["gateway"], place["position"], place["of"]) for place in held)
+            return places == [("gw1", 1, 2), ("gw1", 2, 2), ("gw2", 1, 1)]
+
+        await eventually(told)
+        for request in requests:
+            request.cancel()
+        await asyncio.gather(*requests, return_exceptions=True)
 
 
 async def test_a_task_goes_to_the_host_that_can_do_it_and_is_followed_to_its_end(store, store_server):

@@ -67,7 +67,9 @@ DOCUMENT: dict[str, Any] = {
     "store": True,
     "gateways": 2,
     "models": [MODEL, {**MODEL, "name": "broken", "state": "failed", "held": 0, "failure": "criu restore failed", "eta_s": None}],
-    "held": [{"model": "org/model", "tenant": "research", "position": 1, "waited_s": 4.25, "eta_s": 2.0}],
+    "held": [
+        {"model": "org/model", "tenant": "research", "position": 1, "of": 4, "gateway": "host-7", "waited_s": 4.25, "eta_s": 2.0}
+    ],
     "replicas": [REPLICA],
     "progress": [PROGRESS, {**PROGRESS, "what": "log"}],
     "operations": [{"kind": "scale_up", "model": "org/model", "state": "running", "created_ms": NOW - 4_000, "detail": ""}],
@@ -86,7 +88,7 @@ def drawn(width: int, document: dict[str, Any] = DOCUMENT) -> list[str]:
 
 def test_all_that_matters_is_in_the_picture() -> None:
     text = "\n".join(drawn(120))
-    for part in ("0 of 2 models ready", "7 held", "2 gateways", "1 host"):
+    for part in ("0 of 2 models ready", "7 held", "2 gateways", "1 host", "1 of 4", "host-7"):
         assert part in text
     assert "▲ broken (rewake why broken): criu restore failed" in text
     for row in ("◐ restoring", "verify bytes", "5.0 MiB disk", "restore processes", "research", "1 min", "1 of 1 fit", "a cause"):

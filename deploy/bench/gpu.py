@@ -25,6 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import arrive
 import httpx
 import measures
 import rates
@@ -33,7 +34,7 @@ import trials
 from installation import ROOT, Bench, BenchError, between, console
 
 BUILD = ROOT / "build"
-STEPS = ("restore", "repeat", "disk", "other", "swap", "move", "pair", "driver", "another", "faults")
+STEPS = ("restore", "repeat", "disk", "arrive", "other", "swap", "move", "pair", "driver", "another", "faults")
 _FAULTS = (BenchError, httpx.HTTPError, OSError, subprocess.SubprocessError)
 
 
@@ -51,12 +52,14 @@ class Run:
         result["host"] = rates.host(bench.helper, bench.options.fill_mib << 20)
         result.pop("failed", None)
         result.pop("left_out", None)
-        with self._installation({"restore", "repeat", "disk", "other", "move", "pair", "swap"}):
+        with self._installation({"restore", "repeat", "disk", "arrive", "other", "move", "pair", "swap"}):
             for name in names:
                 self._one("restore", partial(measures.restore, bench, name), "models", name)
                 self._one("repeat", partial(measures.repeat, bench, name), "models", name)
                 report.show(console, result, name)
                 self._one("disk", partial(measures.disk, bench, name), "models", name, "disk")
+            # Its disk is to hold a copy of all of it besides.
+            self._one("arrive", partial(arrive.arrive, bench, names[0]), "models", names[0], "arrive")
             self._one("other", partial(measures.other, bench), "other")
             if result["host"]["gpus"] > 1:
                 self._one("move", partial(trials.move, bench), "move")

@@ -151,18 +151,20 @@ function held(view) {
   const total = view.models.reduce((sum, model) => sum + model.held, 0);
   if (!total) return h("div", { "data-key": "held" });
   const shown = view.held.slice(0, 12);
+  const several = view.gateways > 1;
   const rows = shown.map((one, number) =>
     h(
       "tr",
       { "data-key": `held-${number}` },
       h("th", { scope: "row" }, one.model),
       cell("Tenant", one.tenant || "–"),
-      cell("Position", String(one.position), { class: "number" }),
+      cell("Position", [String(one.position), one.of ? h("span", { class: "of" }, ` of ${one.of}`) : null, several ? h("span", { class: "under" }, `at ${one.gateway}`) : null], { class: "number" }),
       cell("Has waited", seconds(one.waited_s), { class: "number" }),
       cell("Served in", one.eta_s === null ? "not known" : `about ${seconds(one.eta_s)}`, { class: "number" }),
     ),
   );
-  const more = total > shown.length ? `the ${shown.length} that have waited longest, of ${total}` : plural(total, "request");
+  const number = total > shown.length ? `the ${shown.length} that have waited longest, of ${total}` : plural(total, "request");
+  const more = several ? `${number}; each of the ${view.gateways} gateway workers has a queue and slots of its own, and a position is one there` : number;
   return section("held", "Held requests", more, table("Held requests", ["Model", "Tenant", "Position", "Has waited", "Served in"], rows, "Nobody waits."));
 }
 

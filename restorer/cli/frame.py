@@ -52,7 +52,7 @@ def frame(document: Document, width: int, now_ms: float, notice: str = "") -> Re
     for title, table in (
         ("MODELS", _models(document, width)),
         ("UNDER WAY", _under_way(document, width)),
-        ("HELD", _held(document)),
+        ("HELD", _held(document, width)),
         ("REPLICAS", _replicas(document, width, now_ms)),
         ("OPERATIONS", _operations(document, width, now_ms)),
         ("HOSTS", _hosts(document)),
@@ -191,14 +191,17 @@ def _bar(width: int, begun: float, length: float, total: float) -> str:
     return " " * start + "━" * max(1, min(width - start, round(width * length / total)))
 
 
-def _held(document: Document) -> Table | None:
+def _held(document: Document, width: int) -> Table | None:
     if not document["held"]:
         return None
-    columns = ("MODEL", "TENANT", "POSITION", "WAITED", "SERVED IN")
-    table = _table(*columns)
+    several = document["gateways"] > 1 and width >= _NARROW
+    # Each gateway has a queue of its own.
+    table = _table("MODEL", "TENANT", "POSITION", *(["GATEWAY"] if several else []), "WAITED", "SERVED IN")
     for one in document["held"][:_HELD]:
         served = "-" if one["eta_s"] is None else seconds(one["eta_s"])
-        table.add_row(one["model"], one["tenant"] or "-", str(one["position"]), seconds(one["waited_s"]), served)
+        place = f"{one['position']} of {one['of']}" if one["of"] else str(one["position"])
+        where = [one["gateway"]] if several else []
+        table.add_row(one["model"], one["tenant"] or "-", place, *where, seconds(one["waited_s"]), served)
     return table
 
 
