@@ -37,6 +37,7 @@ _PHASES: Mapping[State, Phase] = {
 }
 _STAGES: Mapping[str, Phase] = {
     "match": Phase.FINDING,
+    "pull": Phase.FINDING,
     "verify bytes": Phase.FINDING,
     "canary": Phase.PROVING,
     "warm up": Phase.PROVING,

@@ -89,6 +89,16 @@ def forecast_s(manifest: Manifest, rates: Rates, *, cached: float) -> float:
     return judged(stages, rates, canary_s=manifest.canary_s, apart_bytes=apart_bytes(manifest))[1]
 
 
+def lead_s(manifest: Manifest, rates: Rates) -> float:
+    """The floor of what a restore out of the page cache does before it wants its weights, in seconds."""
+    stages = (
+        Stage(name="restore processes", seconds=0.0),
+        Stage(name="fill memory", seconds=0.0, bytes=manifest.bytes, cached=1.0),
+        Stage(name="restore GPU", seconds=0.0, bytes=manifest.gpu.state_bytes if manifest.gpu else 0),
+    )
+    return judged(stages, rates, canary_s=None)[1]
+
+
 def foretold(manifest: Manifest, rates: Rates) -> str:
     """:func:`forecast_s` in words."""
     cold, warm = (forecast_s(manifest, rates, cached=cached) for cached in (0.0, 1.0))

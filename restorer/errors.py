@@ -108,6 +108,10 @@ class RemoteFailed(RestorerError):
     kind = "environment"
 
 
+class ArrivalFailed(RemoteFailed):
+    """What was still on its way of a snapshot did not come: no fault of the snapshot, which is pulled on by the next try."""
+
+
 class InUse(RestorerError):
     """What was to be removed is used by somebody, or what was to be used is being removed. Says by whom."""
 

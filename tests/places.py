@@ -9,7 +9,7 @@ from typing import Any
 from test_restorer_snapshots import draft
 
 from policies.manifest import Manifest
-from restorer.remotes import transfer
+from restorer.remotes import pulling, transfer
 from restorer.remotes.catalog import Catalog
 from restorer.storage.snapshots import SnapshotStore
 from restorer.storage.stamps import Stamps
@@ -43,4 +43,4 @@ class Place:
     async def pull(self, catalog: Catalog, id: str, **more: Any) -> transfer.Moved:
         copy = await catalog.find(id)
         manifest = await catalog.manifest(copy)
-        return await transfer.pull(catalog, self.snapshots, self.weights, manifest, copy, **more)
+        return await pulling.pull(catalog, self.snapshots, self.weights, manifest, copy, **more)

@@ -36,7 +36,8 @@ class Request:
 SIGNED = "AWS4-HMAC-SHA256 Credential=id/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"
 """Whom moto takes somebody for who says this; it checks no signatures."""
 Fault = Callable[[str, str], str | None]
-"""Method and path -> how it is to go wrong (``503``, ``reset``, ``cut``, ``stall``), or None."""
+"""Method and path -> how it is to go wrong (``503``, ``reset``, ``cut``, ``stall``, ``flip``; ``hold``: until it says otherwise),
+or None."""
 
 
 @dataclass
@@ -92,6 +93,9 @@ async def _front(server: S3, moto: ThreadedMotoServer, started: threading.Event,
 
         async def handle(request: web.Request) -> web.StreamResponse:
             body, fault = await request.read(), server.fault(request.method, request.path)
+            while fault == "hold" and not ended.done():
+                await asyncio.sleep(0.02)
+                fault = server.fault(request.method, request.path)
             if fault == "503":
                 return web.Response(status=503)
             if fault == "stall":
@@ -117,6 +121,8 @@ async def _front(server: S3, moto: ThreadedMotoServer, started: threading.Event,
                     assert request.transport is not None
                     request.transport.abort()
                     return reply
+                if fault == "flip":
+                    data = data[:-1] + bytes([data[-1] ^ 1])
                 if request.method == "HEAD":
                     kept.pop("Content-Type", None)
                     return web.Response(status=answer.status, headers=kept)

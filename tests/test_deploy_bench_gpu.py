@@ -50,6 +50,14 @@ def test_every_step_ends_well(found: dict[str, Any]) -> None:
     assert found["other"]["equal"]
 
 
+def test_a_snapshot_that_is_elsewhere_is_pulled_in_both_ways(found: dict[str, Any]) -> None:
+    arrive = found["models"]["7b"]["arrive"]
+    assert arrive["weights_bytes"] > 0
+    for way in ("fast_after", "fast_beside", "slow_after", "slow_beside"):
+        assert min(arrive[way][key] for key in ("seconds", "pull_s", "pull_bytes_per_s", "last_byte_to_token_s")) > 0
+        assert [stage for stage in arrive[way]["stages"] if stage["name"] == "weights"]
+
+
 def test_restore_case_59_another_bus_and_other_links(found: dict[str, Any]) -> None:
     move, pair = found["move"], found["pair"]
     assert (move["moved"], move["equal"]) == (True, True)

@@ -80,6 +80,13 @@ def test_big_memory_is_taken_out_without_its_zeros(snapshot: Path) -> None:
     assert MEMORY_BYTES <= moved < MEMORY_BYTES + 32 * MIB
 
 
+def test_restore_case_31_what_criu_writes_is_written_once_and_no_more(snapshot: Path) -> None:
+    """Zeros too, which are holes afterwards."""
+    manifest, (bulk,) = manifest_of(snapshot), (snapshot / "images").glob("bulk-*.img")
+    dump = sum(one.bytes for one in manifest.objects)
+    assert 0.98 * bulk.stat().st_size <= manifest.bytes_written <= 1.02 * dump
+
+
 def test_each_stage_says_from_which_tier_it_read_and_the_rest_is_accounted_for(system: Installation, snapshot: Path) -> None:
     """From a cold page cache first; memory is read past it there, so that a second restore finds it cold again."""
     (bulk,) = (snapshot / "images").glob("bulk-*.img")

@@ -19,7 +19,7 @@ import pytest
 from conftest import eventually
 from processes import alive
 
-from restorer.errors import Environment, ToolFailed, ToolHung
+from restorer.errors import Environment, RestorerError, ToolFailed, ToolHung
 from restorer.gpu.cuda import Cuda, command
 from restorer.gpu.cuda_driver import Bindings, Tool
 from restorer.gpu.cuda_helper import DriverError, Helper
@@ -256,8 +256,8 @@ async def test_weights_are_loaded_and_handed_on_by_descriptors(host: Host, tmp_p
     for n, (path, size) in enumerate(files):
         path.write_bytes(bytes([n]) * size)
     gate = host.fault("open", do="hang")
-    load = asyncio.create_task(host.cuda.load("x", "GPU-0", files, tmp_path / "w.sock", threads=4, within_s=90))
-    await eventually((tmp_path / "w.sock").exists)
+    await host.cuda.load("x", "GPU-0", files, tmp_path / "w.sock", threads=4)
+    load = asyncio.create_task(host.cuda.loaded("x", within_s=90))
     # Whoever asks early waits until all is there.
     early = asyncio.create_task(asyncio.to_thread(received, tmp_path / "w.sock"))
     await asyncio.sleep(0)
@@ -277,7 +277,8 @@ async def test_what_memory_cannot_keep_is_read_past_the_page_cache(host: Host) -
         path.write_bytes(content)
         pagecache.evict([path])
         before, _ = pagecache.share([path])
-        load = await host.cuda.load("x", "GPU-0", [(path, len(content))], Path(folder) / "w", threads=2, direct=True, within_s=30)
+        await host.cuda.load("x", "GPU-0", [(path, len(content))], Path(folder) / "w", threads=2, direct=True)
+        load = await host.cuda.loaded("x", within_s=90)
         after, _ = pagecache.share([path])
         assert load["bytes"] == len(content)
         assert await asyncio.to_thread(received, Path(folder) / "w") == content
@@ -289,23 +290,28 @@ async def test_what_memory_cannot_keep_is_read_past_the_page_cache(host: Host) -
 async def test_a_load_that_fails_says_why_and_holds_nothing(host: Host, tmp_path: Path) -> None:
     short = tmp_path / "short"
     short.write_bytes(b"abc")
-    for files, why in (([(short, 4)], "shorter than its manifest says"), ([(tmp_path / "no", 4)], "No such file")):
-        with pytest.raises(Environment, match=why):
-            await host.cuda.load(why, "GPU-0", files, tmp_path / "w.sock", threads=2, within_s=10)
+    with pytest.raises(Environment, match="No such file"):
+        await host.cuda.load("no", "GPU-0", [(short, 3), (tmp_path / "no", 4)], tmp_path / "w.sock", threads=2)
+    await host.cuda.load("short", "GPU-0", [(short, 4)], tmp_path / "w.sock", threads=2)
+    with pytest.raises(Environment, match="shorter than its manifest says"):
+        await host.cuda.loaded("short", within_s=90)
     host.fault("allocate", do=fake_cuda.OUT_OF_MEMORY)
+    await host.cuda.load("x", "GPU-0", [(short, 3)], tmp_path / "w.sock", threads=2)
     with pytest.raises(Environment, match="too little free memory"):
-        await host.cuda.load("x", "GPU-0", [(short, 3)], tmp_path / "w.sock", threads=2, within_s=10)
+        await host.cuda.loaded("x", within_s=90)
     assert (await host.cuda.memory())["GPU-0"]["free"] == 8 << 30
     assert not (tmp_path / "w.sock").exists()
 
 
 async def test_who_waits_for_a_load_that_is_dropped_is_told(host: Host, tmp_path: Path) -> None:
+    short = tmp_path / "short"
+    short.write_bytes(b"abc")
     gate = host.fault("open", do="hang")
-    load = asyncio.create_task(host.cuda.load("x", "GPU-0", [(tmp_path / "no", 4)], tmp_path / "w.sock", threads=1, within_s=10))
-    await eventually((tmp_path / "w.sock").exists)
+    await host.cuda.load("x", "GPU-0", [(short, 4)], tmp_path / "w.sock", threads=1)
+    load = asyncio.create_task(host.cuda.loaded("x", within_s=90))
     waiting = asyncio.create_task(asyncio.to_thread(received, tmp_path / "w.sock"))
     gate.unlink()
-    with pytest.raises(OSError, match=r"closed the connection|reset|refused"):
+    with pytest.raises(OSError, match=r"closed the connection|reset|refused|No such file"):
         await waiting
     with pytest.raises(Environment):
         await load
@@ -314,8 +320,70 @@ async def test_who_waits_for_a_load_that_is_dropped_is_told(host: Host, tmp_path
 async def test_a_load_that_is_dropped_before_it_begins_never_begins(host: Host, tmp_path: Path) -> None:
     await host.cuda.drop("x")
     with pytest.raises(Environment, match="load x was dropped before it began"):
-        await host.cuda.load("x", "GPU-0", [(tmp_path / "no", 4)], tmp_path / "w.sock", threads=1, within_s=10)
+        await host.cuda.load("x", "GPU-0", [(tmp_path / "no", 4)], tmp_path / "w.sock", threads=1)
     assert not (tmp_path / "w.sock").exists()
+    with pytest.raises(Environment, match="load x was dropped"):
+        await host.cuda.loaded("x", within_s=90)
+
+
+async def late(host: Host, folder: Path, sizes: list[int]) -> list[Path]:
+    """A load whose files are still holes, and where they lie."""
+    paths = [folder / f"part-{n}" for n in range(len(sizes))]
+    for path, size in zip(paths, sizes, strict=True):
+        path.touch()
+        os.truncate(path, size)
+    files = list(zip(paths, sizes, strict=True))
+    await host.cuda.load("x", "GPU-0", files, folder / "w.sock", threads=3, late=True)
+    return paths
+
+
+async def test_parts_that_come_late_and_in_any_order_are_read_when_they_are_here(host: Host, tmp_path: Path) -> None:
+    sizes = [(9 << 20) + 1, 5, 1 << 20, 4096]
+    paths = await late(host, tmp_path, sizes)
+    # Where they lie by then is no matter.
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    load = asyncio.create_task(host.cuda.loaded("x", within_s=90))
+    content = [os.urandom(size) for size in sizes]
+    for number in (2, 0, 3, 1):
+        assert not load.done()
+        paths[number].write_bytes(content[number])
+        paths[number].rename(moved / paths[number].name)
+        await host.cuda.arrived("x", number)
+    assert (await load)["bytes"] == sum(sizes)
+    # A part that was read before it was here would be a hole.
+    assert await asyncio.to_thread(received, tmp_path / "w.sock") == b"".join(content)
+    await host.cuda.drop("x")
+
+
+@pytest.mark.parametrize("some", [0, 2])
+async def test_a_load_whose_last_part_never_comes_can_be_dropped(host: Host, tmp_path: Path, some: int) -> None:
+    paths = await late(host, tmp_path, [1 << 20] * 3)
+    load = asyncio.create_task(host.cuda.loaded("x", within_s=90))
+    for number in range(some):
+        paths[number].write_bytes(os.urandom(1 << 20))
+        await host.cuda.arrived("x", number)
+    await eventually_free(host, (8 << 30) - (3 << 20))
+    await host.cuda.drop("x")
+    with pytest.raises(RestorerError):
+        await load
+    assert (await host.cuda.memory())["GPU-0"]["free"] == 8 << 30
+    await host.cuda.arrived("x", 2)
+
+
+async def test_a_late_part_that_is_too_short_ends_the_load_while_others_are_missing(host: Host, tmp_path: Path) -> None:
+    paths = await late(host, tmp_path, [1 << 20] * 3)
+    load = asyncio.create_task(host.cuda.loaded("x", within_s=90))
+    os.truncate(paths[1], 5)
+    await host.cuda.arrived("x", 1)
+    with pytest.raises(Environment, match="shorter than its manifest says"):
+        await load
+    assert (await host.cuda.memory())["GPU-0"]["free"] == 8 << 30
+
+
+async def eventually_free(host: Host, free: int) -> None:
+    while (await host.cuda.memory())["GPU-0"]["free"] != free:  # noqa: ASYNC110 - a driver can only be asked
+        await asyncio.sleep(0.02)
 
 
 async def test_bandwidth_is_measured(host: Host) -> None:

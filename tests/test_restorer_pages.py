@@ -97,7 +97,7 @@ def test_only_big_writable_private_anonymous_memory_is_moved(tmp_path: Path) -> 
         area(places[6], places[6] + 2 * MIB, flags=0x40022),
     ]
     dump(tmp_path, areas, [(at, bytes([number + 1]) * PAGE) for number, at in enumerate(places)])
-    assert pages.take_out(tmp_path, huge=False) == PAGE
+    assert pages.take_out(tmp_path, huge=False).bytes == PAGE
     assert left(tmp_path) == places[1:]
     assert (tmp_path / "pages-3.img").read_bytes() == b"".join(bytes([number]) * PAGE for number in range(2, 8))
 
@@ -105,7 +105,7 @@ def test_only_big_writable_private_anonymous_memory_is_moved(tmp_path: Path) -> 
 def test_nothing_to_move_changes_nothing(tmp_path: Path) -> None:
     dump(tmp_path, [area(BIG, BIG + PAGE)], [(BIG, b"x" * PAGE)])
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    assert pages.take_out(tmp_path, huge=True) == 0
+    assert pages.take_out(tmp_path, huge=True).bytes == 0
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     assert pages.taken_out(tmp_path) is None
 
@@ -114,13 +114,14 @@ def test_a_run_over_neighbours_is_moved_and_one_beyond_them_is_not(tmp_path: Pat
     middle, end = BIG + MIB, BIG + 2 * MIB
     areas = [area(BIG, middle), area(middle, end), area(end, end + PAGE)]
     dump(tmp_path, areas, [(middle - PAGE, b"a" * 2 * PAGE), (end - PAGE, b"b" * 2 * PAGE)])
-    assert pages.take_out(tmp_path, huge=False) == 2 * PAGE
+    assert pages.take_out(tmp_path, huge=False).bytes == 2 * PAGE
     assert left(tmp_path) == [end - PAGE]
 
 
 def test_zeros_are_not_put_back(tmp_path: Path) -> None:
+    """They were written all the same, which is said of the snapshot."""
     dump(tmp_path, [area(BIG, BIG + 4 * MIB)], [(BIG, b"a" * PAGE + bytes(MIB) + b"b" * PAGE)])
-    assert pages.take_out(tmp_path, huge=False) == 2 * PAGE
+    assert pages.take_out(tmp_path, huge=False) == (2 * PAGE, MIB)
     bulk = pages.taken_out(tmp_path)
     assert bulk is not None
     assert bulk.bytes == 2 * PAGE
@@ -129,7 +130,7 @@ def test_zeros_are_not_put_back(tmp_path: Path) -> None:
 
 def test_small_holes_are_filled_too(tmp_path: Path) -> None:
     dump(tmp_path, [area(BIG, BIG + 4 * MIB)], [(BIG, b"a" * PAGE + bytes(4 * PAGE) + b"b" * PAGE), (BIG + MIB, b"c" * PAGE)])
-    assert pages.take_out(tmp_path, huge=False) == 7 * PAGE
+    assert pages.take_out(tmp_path, huge=False).bytes == 7 * PAGE
     bulk = pages.taken_out(tmp_path)
     assert bulk is not None
     assert bulk.plan.processes[0].runs == [(BIG, 6 * PAGE, 0), (BIG + MIB, PAGE, 6 * PAGE)]
@@ -210,7 +211,7 @@ def test_memory_is_put_back_as_it_was(tmp_path: Path, empty: tuple[int, int, int
     expected[26 * MIB : 31 * MIB] = tail
     present.append((start + 26 * MIB, tail))
     dump(tmp_path, [area(start, start + 32 * MIB)], present)
-    assert pages.take_out(tmp_path, huge=False) == 2999 * PAGE + 5 * MIB
+    assert pages.take_out(tmp_path, huge=False).bytes == 2999 * PAGE + 5 * MIB
     pagecache.evict([tmp_path / "bulk-3.img"])
     with filling(tmp_path, direct=direct) as found:
         found.put_back({7: pid})

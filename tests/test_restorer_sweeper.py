@@ -18,7 +18,7 @@ from policies.manifest import Allocation, GpuState, Manifest, WeightsPart
 from policies.retention import RemoteRetention
 from policies.storage import Remote
 from restorer.errors import InUse, RemoteFailed
-from restorer.remotes import leases, sweeper, transfer
+from restorer.remotes import leases, pulling, sweeper, transfer
 from restorer.remotes.catalog import Catalog, open_catalog
 
 NO_GRACE = RemoteRetention(grace_s=0)
@@ -82,7 +82,7 @@ async def test_who_pulls_what_is_removed_meanwhile_can_end(any_remote: Remote, h
     copy = await catalog.find(manifest.id)
     await catalog.withdraw(copy)
     assert (await sweeper.collect(catalog, GRACE)).objects == 0
-    await transfer.pull(catalog, there.snapshots, there.weights, manifest, copy)
+    await pulling.pull(catalog, there.snapshots, there.weights, manifest, copy)
     assert there.snapshots.load(manifest.id) == manifest
 
 

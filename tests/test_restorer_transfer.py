@@ -23,7 +23,7 @@ from policies.manifest import Allocation, GpuState, Manifest, WeightsPart
 from policies.storage import Remote
 from policies.trust import Trust
 from restorer.errors import Environment, InUse, RemoteFailed, SnapshotError
-from restorer.remotes import transfer
+from restorer.remotes import pulling, transfer
 from restorer.remotes.catalog import Catalog, open_catalog
 from restorer.storage import chunks, keyring, signatures
 from restorer.storage.partial import PREFIX, Busy, Partial
@@ -196,7 +196,7 @@ async def test_what_is_damaged_there_is_named_and_refused(
     if how != "missing":
         path.write_bytes(data)
     with pytest.raises((SnapshotError, RemoteFailed)) as refused:
-        await transfer.pull(catalog, there.snapshots, there.weights, await catalog.manifest(copy), copy)
+        await pulling.pull(catalog, there.snapshots, there.weights, await catalog.manifest(copy), copy)
     assert path.name in str(refused.value)
     assert list(there.snapshots.list()) == []
     await here.push(catalog, manifest, overwrite=True)
@@ -359,12 +359,12 @@ sys.path[:0] = {[str(Path.cwd()), str(Path(__file__).parent)]!r}
 from pathlib import Path
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", {str(place)!r}], check=True)
 from policies.storage import Remote
-from restorer.remotes import transfer
+from restorer.remotes import pulling
 from restorer.remotes.catalog import open_catalog
 from restorer.errors import Environment
 from places import Place
 if sys.argv[1] == "late":  # the disk fills up while the pull is under way
-    transfer.shutil.disk_usage = lambda _: shutil._ntuple_diskusage(1 << 40, 0, 1 << 40)
+    pulling.shutil.disk_usage = lambda _: shutil._ntuple_diskusage(1 << 40, 0, 1 << 40)
 place = Place(Path({str(place)!r}))
 catalog = open_catalog("copies", Remote.model_validate_json({catalog.remote.settings.model_dump_json()!r}))
 try:

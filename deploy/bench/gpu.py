@@ -25,6 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import arrive
 import httpx
 import measures
 import rates
@@ -33,7 +34,7 @@ import trials
 from installation import ROOT, Bench, BenchError, between, console
 
 BUILD = ROOT / "build"
-STEPS = ("restore", "repeat", "disk", "other", "swap", "move", "pair", "driver", "another", "faults")
+STEPS = ("restore", "repeat", "disk", "arrive", "other", "swap", "move", "pair", "driver", "another", "faults")
 _FAULTS = (BenchError, httpx.HTTPError, OSError, subprocess.SubprocessError)
 
 
@@ -51,16 +52,18 @@ class Run:
         result["host"] = rates.host(bench.helper, bench.options.fill_mib << 20)
         result.pop("failed", None)
         result.pop("left_out", None)
-        with self._installation({"restore", "repeat", "disk", "other", "move", "pair", "swap"}):
+        with self._installation({"restore", "repeat", "disk", "arrive", "other", "move", "pair", "swap"}):
             for name in names:
                 self._one("restore", partial(measures.restore, bench, name), "models", name)
                 self._one("repeat", partial(measures.repeat, bench, name), "models", name)
                 report.show(console, result, name)
                 self._one("disk", partial(measures.disk, bench, name), "models", name, "disk")
+            # Its disk is to hold a copy of all of it besides.
+            self._one("arrive", partial(arrive.arrive, bench, names[0]), "models", names[0], "arrive")
             self._one("other", partial(measures.other, bench), "other")
             if result["host"]["gpus"] > 1:
                 self._one("move", partial(trials.move, bench), "move")
-            if result["host"]["gpus"] > 1 and not bench.options.one_gpu:
+            if result["host"]["gpus"] > 1:
                 self._one("pair", partial(trials.pair, bench), "pair")
             for key, changes in self._swaps().items():
                 self._one("swap", partial(self._swapped, changes), key)
@@ -70,9 +73,6 @@ class Run:
         with self._installation({"driver", "faults"}, restorer={"gpu_helper": between(bench, "--log", str(log))}):
             self._one("driver", partial(measures.driver, bench, names[0], log), "driver")
             self._one("faults", partial(trials.faults, bench), "faults")
-        if bench.options.one_gpu:
-            with self._installation({"pair"}, restorer={"gpu_helper": between(bench, "--twins")}):
-                self._one("pair", partial(trials.pair, bench), "pair_on_one_gpu")
 
     def _installation(self, steps: set[str], **changes: Any) -> contextlib.AbstractContextManager[None]:
         """One for some steps; none if none of them is wanted."""
@@ -139,7 +139,6 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--pair-arg", action="append", default=[], metavar="ARGUMENT", help="for the engine on two GPUs")
     settings = "environment of the engine on two GPUs; the next one is tried if it cannot be restored"
     parser.add_argument("--pair-try", action="append", default=[], metavar="NAME=VALUE,…", help=settings)
-    parser.add_argument("--one-gpu", action="store_true", help="the engine for two GPUs has both its workers on the first")
     parser.add_argument("--criu", default=os.environ.get("REWAKE_CRIU", ""), help="the CRIU binary")
     parser.add_argument("--work", default=str(BUILD / "bench-gpu"), help="everything is kept here (default: %(default)s)")
     parser.add_argument("--port", type=int, default=18180)

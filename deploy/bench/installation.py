@@ -21,8 +21,6 @@ from rich.console import Console
 
 ROOT = rates.ROOT
 START_S, GONE_S = 60.0, 60.0
-_INSIDE = Path(__file__).with_name("inside")
-_ONE_GPU = ("--worker-cls=one_gpu.Worker", "--distributed-executor-backend=mp", "--gpu-memory-utilization=0.4")
 KV = {"7b": 1, "14b": 4}
 """Cache for the same context, against the first model's."""
 PROMPT = "Name the first ten prime numbers."
@@ -57,7 +55,7 @@ class Bench:
         self.names = {name: f"qwen2.5-{name}" for name in ("7b", "14b")}
         self.folders = {name: Path(folder) for name, folder in (pair.split("=", 1) for pair in options.model)}
         self.up: subprocess.Popen[bytes] | None = None
-        self._config = self.work / "rewake.yaml"
+        self.config = self.work / "rewake.yaml"
 
     @property
     def helper(self) -> list[str]:
@@ -105,21 +103,19 @@ class Bench:
         """The whole file.
 
         Args:
-            changes: to both models; but ``restorer``: to that section, ``gpu``: to ``engine.gpu`` of both, ``groups``: that
-                section, ``pair``: to the environment of the engine on two GPUs.
+            changes: to both models; but ``restorer``: to that section, ``gpu``: to ``engine.gpu`` of both, ``groups`` and
+                ``storage``: these sections, ``pair``: to the environment of the engine on two GPUs.
         """
-        restorer, gpu, groups = (changes.pop(name, {}) for name in ("restorer", "gpu", "groups"))
-        one_gpu = _ONE_GPU if self.options.one_gpu else ()
-        pair = self.model("7b", "--tensor-parallel-size=2", *one_gpu, *self.options.pair_arg, count=2, untested=True)
-        env = pair["engine"]["env"]
-        if one_gpu:
-            env["PYTHONPATH"] = ":".join(filter(None, (str(_INSIDE), env.get("PYTHONPATH"))))
-        env |= changes.pop("pair", {})
+        restorer, gpu, groups, storage = (changes.pop(name, {}) for name in ("restorer", "gpu", "groups", "storage"))
+        # Untested, so that settings may be tried that are refused otherwise.
+        pair = self.model("7b", "--tensor-parallel-size=2", *self.options.pair_arg, count=2, untested=True)
+        pair["engine"]["env"] |= changes.pop("pair", {})
         models = {self.names[name]: {**self.model(name, **gpu), **changes} for name in self.names}
         models[f"{self.names['7b']}-cold"] = {**self.model("7b"), "on_no_snapshot": "cold"}
         models[f"{self.names['7b']}-pair"] = pair
         return {
             "groups": groups,
+            "storage": storage,
             "state_dir": str(self.work / "state"),
             "run_dir": str(self.run_dir),
             "gateway": {"port": self.options.port},
@@ -167,8 +163,8 @@ class Bench:
             raise BenchError(f"POST /admin/v1/reload answered {answer.status_code}: {answer.text}")
 
     def _write(self, changes: dict[str, Any]) -> Path:
-        self._config.write_text(yaml.safe_dump(self.configuration(**changes), sort_keys=False))
-        return self._config
+        self.config.write_text(yaml.safe_dump(self.configuration(**changes), sort_keys=False))
+        return self.config
 
     def wait(self, check: Callable[[], bool], seconds: float, what: str) -> None:
         """Poll until it is so."""
@@ -207,10 +203,7 @@ class Bench:
 
     def operate(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """An admin operation, until it has ended."""
-        answer = self.http.post(path, json=body, headers=self._authorization())
-        if answer.status_code != httpx.codes.ACCEPTED:
-            raise BenchError(f"POST {path} answered {answer.status_code}: {answer.text}")
-        operation: dict[str, Any] = answer.json()
+        operation = self.post(path, body)
         deadline = time.monotonic() + self.options.operation_s
         while operation["state"] == "running":
             if time.monotonic() > deadline:
@@ -219,6 +212,13 @@ class Bench:
         if operation["state"] != "succeeded":
             raise BenchError(f"{path}: {operation['detail']}")
         return operation
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """What was accepted, as the admin API tells of it."""
+        answer = self.http.post(path, json=body, headers=self._authorization())
+        if answer.status_code != httpx.codes.ACCEPTED:
+            raise BenchError(f"POST {path} answered {answer.status_code}: {answer.text}")
+        return dict(answer.json())
 
     def stop_all(self) -> None:
         """Every replica is stopped, and nothing is left on the GPU."""

@@ -116,7 +116,7 @@ def driver(bench: Bench, name: str, log: Path) -> dict[str, Any]:
         call["pids"] += line["pids"]
         call["max_s"] = max(call["max_s"], round(line["seconds"], 4))
     thaw = _numbers(lines, "thaw")
-    load = _numbers(lines, "load")
+    load = _numbers(lines, "loaded")
     state = manifest["gpu"]["state_bytes"] / len(manifest["gpu"]["used"])
     pcie = rates.ask(bench.helper, {"op": "bandwidth", "gpu": manifest["gpu"]["used"][0]})[0].result["bytes_per_s"]
     return {

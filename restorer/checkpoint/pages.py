@@ -101,8 +101,17 @@ def taken_out(folder: Path) -> Bulk | None:
         raise SnapshotError(f"{folder / PLAN} cannot be read: {error}; verify the snapshot") from None
 
 
-def take_out(folder: Path, *, huge: bool) -> int:
-    """Move big memory aside in a folder of fresh images. Blocks; returns the bytes moved.
+class Taken(NamedTuple):
+    """What :func:`take_out` did."""
+
+    bytes: int
+    """Moved aside."""
+    dug: int
+    """Had been written, and are holes now."""
+
+
+def take_out(folder: Path, *, huge: bool) -> Taken:
+    """Move big memory aside in a folder of fresh images. Blocks.
 
     Args:
         huge: let the kernel use huge pages for it after a restore, where its setting leaves that to programs.
@@ -110,20 +119,17 @@ def take_out(folder: Path, *, huge: bool) -> int:
     Raises:
         SnapshotError: the images are not what is known here; they are spoilt. OSError: the disk is full.
     """
-    processes = []
-    for path in sorted(folder.glob("mm-*.img")):
-        process = _moved(folder, int(path.stem.partition("-")[2]), huge)
-        if process is not None:
-            processes.append(process)
-    if not processes:
-        return 0
-    plan = _Plan(processes)
+    numbers = [int(path.stem.partition("-")[2]) for path in sorted(folder.glob("mm-*.img"))]
+    moved = [found for number in numbers if (found := _moved(folder, number, huge)) is not None]
+    if not moved:
+        return Taken(0, 0)
+    plan = _Plan([process for process, _ in moved])
     (folder / PLAN).write_bytes(msgspec.json.encode(plan))
-    return Bulk(folder, plan).bytes
+    return Taken(Bulk(folder, plan).bytes, sum(dug for _, dug in moved))
 
 
-def _moved(folder: Path, pid: int, huge: bool) -> _Process | None:
-    """Take one process's big memory out; None when it has none."""
+def _moved(folder: Path, pid: int, huge: bool) -> tuple[_Process, int] | None:
+    """Take one process's big memory out, and the bytes of it that became holes; None when it has none."""
     memory, areas = _areas(images.read(folder / f"mm-{pid}.img"), huge)
     maps = images.read(folder / f"pagemap-{pid}.img")
     number = images.numbers(maps.messages[0])[_PAGES_ID]
@@ -143,7 +149,7 @@ def _moved(folder: Path, pid: int, huge: bool) -> _Process | None:
         return None
     if at != pages.stat().st_size:
         raise SnapshotError(f"{pages} holds {pages.stat().st_size} bytes, and its map {at}; make a new snapshot")
-    dig_holes(pages)
+    dug = dig_holes(pages)
     pages.rename(bulk)
     with bulk.open("rb") as source, pages.open("xb") as target:
         pages.chmod(0o600)
@@ -153,7 +159,7 @@ def _moved(folder: Path, pid: int, huge: bool) -> _Process | None:
     for image, name in ((memory, f"mm-{pid}.img"), (maps._replace(messages=kept), f"pagemap-{pid}.img")):
         (folder / name).unlink()
         image.write(folder / name)
-    return _Process(pid, bulk.name, [(run.address, run.size, run.offset) for run in runs])
+    return _Process(pid, bulk.name, [(run.address, run.size, run.offset) for run in runs]), dug
 
 
 def _areas(memory: images.Image, huge: bool) -> tuple[images.Image, list[tuple[int, int]]]:

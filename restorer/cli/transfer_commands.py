@@ -18,7 +18,7 @@ from restorer.cli.commands import AsJson, ConfigFile
 from restorer.cli.console import bytes_bar, print_json, print_table, size, when
 from restorer.cli.operator import load
 from restorer.cli.snapshot_commands import store_of
-from restorer.remotes import transfer
+from restorer.remotes import pulling, transfer
 from restorer.remotes.catalog import chosen
 from restorer.remotes.copies import listed
 from restorer.remotes.transfer import Moved
@@ -91,7 +91,7 @@ def pull(id: str, remote: RemoteName = None, config: ConfigFile = None, json_: A
         manifest = await catalog.manifest(copy)
         if any(manifest.id == one.id for one in store.list()):
             return Moved(chunks=manifest.chunks.count if manifest.chunks else 0)
-        return await transfer.pull(catalog, store, weights, manifest, copy, keys=keys, reserve_bytes=reserve, report=report)
+        return await pulling.pull(catalog, store, weights, manifest, copy, keys=keys, reserve_bytes=reserve, report=report)
 
     moved = _followed(f"pull {id}", work)
     _shown(found[0], f"pulled from {catalog.what}", moved, json_)

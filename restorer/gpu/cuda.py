@@ -104,17 +104,26 @@ class Cuda:
         *,
         threads: int,
         direct: bool = False,
-        within_s: float,
-    ) -> dict[str, Any]:
-        """Read files into device memory of the helper, and offer it at ``socket``. Returns when all is there.
+        late: bool = False,
+    ) -> None:
+        """Begin to read files into device memory of the helper, and to offer it at ``socket``; they are open when this returns.
 
         Args:
             name: for :meth:`drop`, which frees it, also when this has failed.
             direct: what the page cache does not hold is read past it.
+            late: none of them is read before :meth:`arrived` says that it is whole.
         """
         wanted = [[str(path), count] for path, count in files]
         where = {"name": name, "gpu": gpu, "files": wanted, "socket": str(socket)}
-        return await self._call("load", within_s, **where, threads=threads, direct=direct)
+        await self._call("load", _SMALL_S, **where, threads=threads, direct=direct, late=late)
+
+    async def arrived(self, name: str, number: int) -> None:
+        """This file of a late load is whole, and may be read."""
+        await self._call("arrived", _SMALL_S, name=name, number=number)
+
+    async def loaded(self, name: str, *, within_s: float) -> dict[str, Any]:
+        """Wait until all of a load is in device memory; its ``bytes`` and ``seconds``."""
+        return await self._call("loaded", within_s, name=name)
 
     async def drop(self, name: str) -> None:
         """Free what a load holds. One that is unknown, as after the helper's death, is free already."""

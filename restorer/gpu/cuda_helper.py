@@ -88,6 +88,8 @@ class Helper:
             "thaw": self._thaw,
             "quiet": self._quiet,
             "load": self._loads.load,
+            "arrived": self._loads.arrived,
+            "loaded": self._loads.loaded,
             "drop": self._loads.drop,
             "bandwidth": self._loads.bandwidth,
         }

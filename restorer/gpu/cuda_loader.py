@@ -1,6 +1,7 @@
 """Weights on their way to a GPU: files read by many threads through pinned buffers into device memory that can be handed on.
 
-Runs in the GPU helper, while CRIU is still at work on the engine that will want them. Each load has a listening unix socket;
+Runs in the GPU helper, while CRIU is still at work on the engine that will want them. Files that are still being written are
+opened at once, whatever becomes of their names, and read when whoever asked says so. Each load has a listening unix socket;
 whoever connects to it waits until all is there, and gets the file descriptors of the device memory. So the engine copies
 from device to device, and no byte of the weights waits for a restore.
 """
@@ -58,7 +59,7 @@ class Device(Protocol):
         """Give everything back."""
 
 
-class _Stopped(Exception):
+class _Stopped(OSError):
     """Nobody wants this load any more."""
 
 
@@ -80,23 +81,36 @@ class _File(pagecache.Opened):
             done += more
 
 
+_Piece = tuple[_File, Any, int, int]
+"""A file, the block that it goes to, offset and bytes of a piece of it."""
+
+
 class _Load:
     """One set of weights for one GPU."""
 
     def __init__(
-        self, device: Callable[[], Device], files: Sequence[tuple[str, int]], socket_path: str, threads: int, direct: bool
+        self,
+        device: Callable[[], Device],
+        files: Sequence[tuple[str, int]],
+        socket_path: str,
+        *,
+        threads: int,
+        direct: bool,
+        late: bool,
     ) -> None:
-        self._open, self._files, self._threads, self._direct = device, files, threads, direct
+        self._open, self._sizes, self._threads = device, [count for _, count in files], threads
         self._path = socket_path
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(socket_path)
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._here: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        """Numbers of files that may be read; None: look whether to go on."""
+        for number in () if late else range(len(files)):
+            self._here.put(number)
+        self._opened: list[_File] = []
         try:
-            self._listener.bind(socket_path)
-            os.chmod(socket_path, 0o600)
-            self._listener.listen(1)
+            for path, _ in files:
+                self._opened.append(_File(path, direct=direct))
+            self._listener = self._listening()
         except OSError:
-            self._listener.close()
+            self._close()
             raise
         self._stop = threading.Event()
         self._wake, self._woken = socket.socketpair()
@@ -106,9 +120,35 @@ class _Load:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
+    def _listening(self) -> socket.socket:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._path)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listener.bind(self._path)
+            os.chmod(self._path, 0o600)
+            listener.listen(1)
+        except OSError:
+            listener.close()
+            raise
+        return listener
+
+    def _close(self) -> None:
+        while self._opened:
+            self._opened.pop().close()
+
+    @property
+    def bytes(self) -> int:
+        return sum(self._sizes)
+
+    def arrived(self, number: int) -> None:
+        """This file may be read; said once of each."""
+        self._here.put(number)
+
     def drop(self) -> None:
         """Stop, and wait until the device memory is free."""
         self._stop.set()
+        self._here.put(None)
         with contextlib.suppress(OSError):
             self._wake.send(b"+")
         self._thread.join()
@@ -119,11 +159,12 @@ class _Load:
         try:
             try:
                 device = self._open()
-                blocks = [device.allocate(count) for _, count in self._files]
+                blocks = [device.allocate(count) for count in self._sizes]
                 self._fill(device, blocks)
                 self.seconds = time.monotonic() - begun
             except Exception as error:
                 self.fault = error
+            self._close()
             self.loaded.set()
             if self.fault is None:
                 self._serve([block.fd for block in blocks])
@@ -136,38 +177,48 @@ class _Load:
                 device.close()
 
     def _fill(self, device: Device, blocks: Sequence[Any]) -> None:
-        work: queue.SimpleQueue[tuple[_File, Any, int, int]] = queue.SimpleQueue()
-        with contextlib.ExitStack() as opened:
-            for (path, count), block in zip(self._files, blocks, strict=True):
-                file = _File(path, direct=self._direct)
-                opened.callback(file.close)
+        work: queue.SimpleQueue[_Piece | None] = queue.SimpleQueue()
+        faults: list[Exception] = []
+        most = sum(-(-count // CHUNK) for count in self._sizes)
+        readers = [
+            threading.Thread(target=self._read, args=(device, work, faults), daemon=True) for _ in range(min(self._threads, most))
+        ]
+        for reader in readers:
+            reader.start()
+        waiting = len(blocks)
+        while waiting and not self._stop.is_set() and not faults:
+            number = self._here.get()
+            if number is not None:
+                waiting -= 1
+                count = self._sizes[number]
                 for at in range(0, count, CHUNK):
-                    work.put((file, block, at, min(CHUNK, count - at)))
-            faults: list[Exception] = []
-            count = min(self._threads, work.qsize())
-            readers = [threading.Thread(target=self._read, args=(device, work, faults), daemon=True) for _ in range(count)]
-            for reader in readers:
-                reader.start()
-            for reader in readers:
-                reader.join()
+                    work.put((self._opened[number], blocks[number], at, min(CHUNK, count - at)))
+        for _ in readers:
+            work.put(None)
+        for reader in readers:
+            reader.join()
         if faults:
             raise faults[0]
+        if waiting:
+            raise _Stopped("the load was dropped")
 
-    def _read(self, device: Device, work: queue.SimpleQueue[tuple[_File, Any, int, int]], faults: list[Exception]) -> None:
+    def _read(self, device: Device, work: queue.SimpleQueue[_Piece | None], faults: list[Exception]) -> None:
         try:
             buffers = [device.staging(CHUNK) for _ in range(_BUFFERS)]
-            with contextlib.suppress(queue.Empty):
-                for staging in itertools.cycle(buffers):
-                    file, block, at, count = work.get_nowait()
-                    if self._stop.is_set() or faults:
-                        raise _Stopped("the load was dropped")
-                    staging.wait()
-                    file.read(staging.view, count, at)
-                    staging.begin(block, at, count)
+            for staging in itertools.cycle(buffers):
+                if (piece := work.get()) is None:
+                    break
+                file, block, at, count = piece
+                if self._stop.is_set() or faults:
+                    raise _Stopped("the load was dropped")
+                staging.wait()
+                file.read(staging.view, count, at)
+                staging.begin(block, at, count)
             for staging in buffers:
                 staging.wait()
         except Exception as error:
             faults.append(error)
+            self._here.put(None)
 
     def _serve(self, fds: Sequence[int]) -> None:
         """Hand the descriptors to whoever asks, until dropped."""
@@ -179,7 +230,7 @@ class _Load:
             peer, _ = self._listener.accept()
             with peer, contextlib.suppress(OSError):
                 peer.settimeout(10.0)
-                peer.sendall(json.dumps({"parts": [count for _, count in self._files]}).encode() + b"\n")
+                peer.sendall(json.dumps({"parts": self._sizes}).encode() + b"\n")
                 for at in range(0, len(fds), _FDS_A_MESSAGE):
                     rights = array.array("i", fds[at : at + _FDS_A_MESSAGE])
                     peer.sendmsg([b"+"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
@@ -198,24 +249,44 @@ class Loads:
         """Names that were dropped before they were known: requests may overtake each other."""
 
     def load(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """Begin a load, and return when all of it is in device memory; the descriptors may be asked for from the beginning.
+        """Begin a load: its files are open, and descriptors may be asked for.
 
         A name is used once.
         """
         files = [(str(path), int(count)) for path, count in asked["files"]]
-        uuid = str(asked["gpu"])
+        name, uuid = str(asked["name"]), str(asked["gpu"])
         with self._lock:
-            if str(asked["name"]) in self._dropped:
-                raise OSError(f"load {asked['name']} was dropped before it began")
-            load = _Load(
-                lambda: self._device(uuid), files, str(asked["socket"]), int(asked["threads"]), bool(asked.get("direct"))
+            if name in self._dropped:
+                raise OSError(f"load {name} was dropped before it began")
+            self._loads[name] = _Load(
+                lambda: self._device(uuid),
+                files,
+                str(asked["socket"]),
+                threads=int(asked["threads"]),
+                direct=bool(asked.get("direct")),
+                late=bool(asked.get("late")),
             )
-            self._loads[str(asked["name"])] = load
+        return {}
+
+    def arrived(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """A file of a late load is whole; of one that was dropped nobody cares."""
+        with self._lock:
+            load = self._loads.get(str(asked["name"]))
+        if load is not None:
+            load.arrived(int(asked["number"]))
+        return {}
+
+    def loaded(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """Return when all of a load is in device memory."""
+        with self._lock:
+            load = self._loads.get(str(asked["name"]))
+        if load is None:
+            raise OSError(f"load {asked['name']} was dropped")
         load.loaded.wait()
         if load.fault is not None:
             self.drop(asked)
             raise load.fault
-        return {"bytes": sum(count for _, count in files), "seconds": load.seconds}
+        return {"bytes": load.bytes, "seconds": load.seconds}
 
     def drop(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         """End a load and free its memory; one that is not known is gone already, or will never begin."""

@@ -35,6 +35,8 @@ from restorer.system.files import data_extents, disk_space, write_durable
 log = logging.getLogger("rewake.restorer")
 
 FILE = "rates.json"
+_HOW = 2
+"""What was measured in another way before is not known."""
 DEADLINE_S = 30.0
 _BLOCK = 2 << 20
 _DISK_BYTES = 96 << 20
@@ -43,10 +45,11 @@ _MEMORY_BYTES = 192 << 20
 _TURNS = 3
 _LONGEST_S = 0.12
 """One measurement of one turn ends after this, with what it has moved."""
-_DISK_S = 0.3
-"""The disk is read for so long by each number of readers in each turn: for a moment it gives up to twice what it gives on."""
+_SLICE_S, _SLICES = 0.3, 4
+"""The disk is read by each number of readers in turns, without a pause: after one it gives more for a moment than it gives on."""
 _SAMPLE_BYTES = 512 << 20
 """Files with less data are not worth being read in place of one that was written a moment ago."""
+_ENDLESS = 1 << 62
 _READERS = (1, 4)
 _SPAWN = ("unshare", "--pid", "--mount", "--ipc", "--uts", "--net", "--fork", "--kill-child", "--mount-proc", "true")
 _THREADS = min(16, os.cpu_count() or 1)
@@ -129,7 +132,7 @@ async def measure(state_dir: Path, *, pcie: float | None = None) -> Rates:
 
 
 def _host() -> list[object]:
-    return [platform.node(), platform.release(), os.cpu_count()]
+    return [platform.node(), platform.release(), os.cpu_count(), _HOW]
 
 
 # ---------------------------------------------------------------- in the probe's own process
@@ -147,7 +150,8 @@ def probe(folder: Path) -> Rates:
         if (found := sample(folder)) is not None:
             kept.callback(os.close, found)
         disk = kept.enter_context(_Disk(file.fileno() if found is None else found))
-        turns = [_turn(file.fileno(), disk, bytearray(block), kept) for _ in range(_TURNS)]
+        disk.read_on()
+        turns = [_turn(file.fileno(), bytearray(block), kept) for _ in range(_TURNS)]
         # A virtual machine has memory that was used a moment ago at once, and any other at a fraction of that; a restore takes
         # more than there is of the first. So the slowest turn counts, and what was measured is not given back for the next.
         memory = {name: min(turn[name] for turn in turns) for name in turns[0]}
@@ -177,11 +181,10 @@ def sample(folder: Path) -> int | None:
     return None
 
 
-def _turn(fd: int, disk: _Disk, source: bytearray, kept: contextlib.ExitStack) -> dict[str, float]:
+def _turn(fd: int, source: bytearray, kept: contextlib.ExitStack) -> dict[str, float]:
     def copied(_: int, to: memoryview) -> None:
         ctypes.memmove(_address(to), (ctypes.c_char * len(source)).from_buffer(source), len(source))
 
-    disk.read_on()
     for at in range(0, _HOT_BYTES, _BLOCK):
         os.pread(fd, _BLOCK, at)
     cache = _into_fresh_memory(lambda at, to: os.preadv(fd, [to], at % _HOT_BYTES))
@@ -189,10 +192,10 @@ def _turn(fd: int, disk: _Disk, source: bytearray, kept: contextlib.ExitStack) -
 
 
 class _Disk:
-    """A file's data, read turn after turn: past the page cache, where the file system can, and through it.
+    """A file's data, read on and on: past the page cache, where the file system can, and through it.
 
-    A restore reads for seconds, and what a disk gives in one moment is not what it gives: so the means of all turns count, and
-    each reads on where the one before has ended.
+    A restore reads for seconds, and what a disk gives in one moment is not what it gives: so it is read without a pause for as
+    long as a restore of some gigabytes, and the mean counts.
     """
 
     def __init__(self, fd: int) -> None:
@@ -213,22 +216,24 @@ class _Disk:
             os.close(self._direct)
 
     def read_on(self) -> None:
-        """One turn of each way."""
-        self._through.append(self._read(1, self._fd))
-        for readers, rates in self._past.items():
-            rates.append(self._read(readers, self._fd if self._direct < 0 else self._direct))
+        """All ways in turns, none of them first alone."""
+        for _ in range(_SLICES):
+            for readers, rates in self._past.items():
+                rates.append(self._read(readers, self._fd if self._direct < 0 else self._direct))
+            self._through.append(self._read(1, self._fd))
 
     def _read(self, readers: int, fd: int) -> float:
+        """Bytes a second, for a moment, from where it was read to; what the page cache would have of it is put out of it."""
         first, blocks = self._done, self._blocks
 
         def read(at: int, buffer: memoryview) -> None:
             self._done += 1
             os.preadv(fd, [buffer], blocks[(first + at // _BLOCK) % len(blocks)])
 
-        # It holds nothing of the file that anybody else has read.
         os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
         try:
-            return _rate(readers, len(blocks) * _BLOCK, read, _DISK_S)
+            # Past the page cache a small file can be read again and again.
+            return _rate(readers, _ENDLESS if fd == self._direct else len(blocks) * _BLOCK, read, _SLICE_S)
         finally:
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 

@@ -41,6 +41,7 @@ from restorer.procfs import inventory
 from restorer.records.journal import Hook, Journals
 from restorer.records.progress import ProgressBoard
 from restorer.records.tally import Tally
+from restorer.storage.arrival import Arrival
 from restorer.storage.holds import users_of
 from restorer.storage.integrity import MANIFEST
 from restorer.storage.ownership import way_to
@@ -69,6 +70,8 @@ class Match:
     """Snapshots whose restores failed a moment ago."""
     remote: str = ""
     """Why the remote that starts pull from was of no help, if it was asked."""
+    arrival: Arrival | None = None
+    """Of the chosen one, if weights of it are still on their way."""
 
     @property
     def newest(self) -> str | None:
@@ -254,12 +257,15 @@ class Host:
             with contextlib.suppress(Environment):
                 mine.note(id, verdicts.Note(what="restored", host=mine.host, at_ms=time.time_ns() // 1_000_000))
 
-    def distrust(self, manifest: Manifest) -> list[compat.Mismatch]:
+    def distrust(self, manifest: Manifest, folder: Path | None = None) -> list[compat.Mismatch]:
         """Why a snapshot must not be restored, whatever is in it: others could have changed it, or nobody trusted signed it.
 
         Blocks; cheap when nothing has changed.
+
+        Args:
+            folder: where it lies, if it is not published yet.
         """
-        folder = self.snapshots.folder(manifest.id)
+        folder = folder or self.snapshots.folder(manifest.id)
         found = [compat.Mismatch(one.path, "writable by us alone", one.found, one.remedy) for one in way_to(folder / MANIFEST)]
         if manifest.gpu is not None:
             found += drivers.refused(self.facts.gpu, self.config.restorer.drivers)
@@ -268,9 +274,9 @@ class Host:
             found.append(verdict.mismatch)
         return found
 
-    def allowed(self, manifest: Manifest, facts: HostFacts) -> tuple[compat.Mismatch, ...]:
+    def allowed(self, manifest: Manifest, facts: HostFacts, folder: Path | None = None) -> tuple[compat.Mismatch, ...]:
         """What of a snapshot is not as it should be on a host, and a policy lets pass. Blocks; cheap when nothing has changed."""
-        verdict = self.judge.judge(self.snapshots.folder(manifest.id), manifest)
+        verdict = self.judge.judge(folder or self.snapshots.folder(manifest.id), manifest)
         waived = compat.waived(manifest, facts, self.config.matching)
         return (*waived, *(() if verdict.mismatch is None else (verdict.mismatch,)))
 

@@ -90,6 +90,8 @@ class Attempt(Work):
         super().__init__(host, claim)
         self.source: Manifest | None = None
         """What it was restored from."""
+        self.choices: tuple[str, ...] = ()
+        """What was chosen on the way, beside how it was read."""
         self.lost: RestorerError | None = None
         """Why an engine that rested did not come back."""
         model = host.model(claim.job.model)

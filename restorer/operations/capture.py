@@ -98,11 +98,12 @@ async def _dumped(host: Host, donor: Instance, known: _Draft, stages: Stages) ->
                 stage.bytes = 0
                 for number, folder in enumerate(_scratch(box)):
                     stage.bytes += await asyncio.to_thread(capture_tree, folder, staging.scratch / str(number))
+            dug = 0
             if backend.can.fill and dumped >= _FILL_BYTES:
                 rates = await host.speed.measured() if host.speed else None
                 with stages.timed("take memory out") as stage, disk_space("moving memory aside", staging.path):
-                    stage.bytes = await asyncio.to_thread(pages.take_out, staging.images, huge=reading.huge(rates).on)
-            draft = _draft(host, donor, known, pids, files, private, found)
+                    stage.bytes, dug = await asyncio.to_thread(pages.take_out, staging.images, huge=reading.huge(rates).on)
+            draft = _draft(host, donor, known, pids, files, private, found, dug)
             if host.model(known.profile.model).snapshot.rehearse:
                 with stages.timed("rehearse"):
                     parts = stages.parts("rehearse")
@@ -162,7 +163,9 @@ def _draft(
     files: tuple[MappedFile, ...],
     private: tuple[str, ...],
     found: Donor,
+    dug: int,
 ) -> Manifest:
+    """Args: dug: bytes that were written and are holes by now."""
     return Manifest(
         created_ms=time.time_ns() // 1_000_000,
         profile=known.profile,
@@ -176,7 +179,7 @@ def _draft(
         criu_options=donor.engine.restore_options,
         cold_start_s=round(known.cold_start_s, 3),
         bytes=0,
-        bytes_written=0,
+        bytes_written=dug,
         gpu=known.gpu,
         needs=found.needs,
         secrets=found.secrets,

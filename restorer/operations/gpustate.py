@@ -13,34 +13,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 
 from policies import compat, drivers, reading
 from policies.manifest import Allocation, GpuState, Manifest, Weights
+from policies.matching import Rule
 from restorer.adapters.engines import HttpEngine
 from restorer.boxes.box import Box
-from restorer.errors import CanaryDiffers, EngineDied, EngineNotReady, Environment, RestorerError, SnapshotError
-from restorer.gpu.cuda import Cuda
+from restorer.errors import EngineDied, Environment, RestorerError, SnapshotError
 from restorer.gpu.gpus import MARGIN_BYTES, Need, Placement, mapping, memory
-from restorer.machine.host import Host, log
+from restorer.machine.host import Host
+from restorer.operations import delivery
+from restorer.operations.delivery import Delivery, awake_bytes, put_back, transfer_s
 from restorer.operations.instance import Instance, connect, resurrect
 from restorer.procfs import inventory
 from restorer.records.stages import Stages
+from restorer.storage.arrival import Arrival
 from restorer.storage.weights import PART_BYTES
-from restorer.system import pagecache
 
 LOCK_S = 30.0
 """For work that is in flight on the GPU; an engine at rest is locked at once."""
 _DRIVER_S = 180.0
 """For one step of the driver, which moves gigabytes."""
-_SLOWEST = 50e6
-"""Bytes a second that weights come and go at on the slowest disk that is waited for; beside them, a minute for all else."""
-_READERS = 8
 _SETTLE_S = 15.0
 
 
@@ -84,8 +81,13 @@ def _may_be_captured(host: Host, engine: HttpEngine) -> None:
     if gpu.count > engine.most_gpus and not gpu.untested:
         raise SnapshotError(
             f"{engine.model.engine.kind} on {gpu.count} GPUs has not been seen to survive a checkpoint (on {engine.most_gpus} it "
-            "has): with driver 580 the kernels of NCCL fail after a restore; it starts cold; engine.gpu.untested: true tries all "
-            "the same, and its rehearsal tells"
+            "has); it starts cold; engine.gpu.untested: true tries all the same, and its rehearsal tells"
+        )
+    linked = host.facts.gpu is not None and host.facts.gpu.topology is not None
+    if gpu.count > 1 and not linked and host.config.matching.rule("gpu.topology") is Rule.EQUAL:
+        raise SnapshotError(
+            "the driver does not tell how this host's GPUs are linked, and a snapshot of an engine on several goes only where "
+            "they are linked alike; see what `nvidia-smi topo -m` says, or set matching.rules.gpu.topology: report"
         )
 
 
@@ -97,33 +99,43 @@ async def revive(
     folder: Path,
     stages: Stages,
     placement: Placement | None,
+    arrival: Arrival | None = None,
 ) -> Instance:
     """Restore an engine into an empty box, GPU state included; it may be asked afterwards.
 
+    Args:
+        arrival: of a snapshot whose weights still come, and then where all else of it is.
+
     Raises:
         ToolFailed, ToolHung, EngineDied, EngineNotReady, Environment: it failed; the box must be killed.
-        SnapshotError: the scratch is unusable, or the weights are not what they were.
+        SnapshotError: the scratch is unusable, or the weights are not what they were. ArrivalFailed: the rest did not come.
     """
     backend = host.backend(engine.name)
-    with host.reading(folder) as stages.alone:
-        direct = reading.direct(engine.model.restore, host.rates, alone=stages.alone).on
-        if manifest.gpu is None or placement is None:
-            return await resurrect(backend, box, engine, manifest, folder, stages, direct=direct)
-        state = manifest.gpu
-        async with _delivery(host, box, state, placement) as delivery:
-            instance = await resurrect(backend, box, engine, manifest, folder, stages, direct=direct)
-            await _awaken(host, instance, state, placement, delivery, stages)
-        return instance
+    async with contextlib.AsyncExitStack() as still:
+        if arrival is not None:
+            # Nothing is renamed before its files are open and its processes are back.
+            await still.enter_async_context(arrival.still)
+            folder = arrival.folder or folder
+        with host.reading(folder) as stages.alone:
+            direct = reading.direct(engine.model.restore, host.rates, alone=stages.alone).on
+            if manifest.gpu is None or placement is None:
+                return await resurrect(backend, box, engine, manifest, folder, stages, direct=direct)
+            state = manifest.gpu
+            async with delivery.begun(host, box, state, placement, arrival) as coming:
+                instance = await resurrect(backend, box, engine, manifest, folder, stages, direct=direct)
+                await still.aclose()
+                await _awaken(host, instance, state, placement, coming, stages)
+            return instance
 
 
 async def resume(host: Host, instance: Instance, state: GpuState, placement: Placement, stages: Stages) -> None:
     """Undo :func:`rest`, on whatever GPUs it has now; it may be asked afterwards. Raises what :func:`revive` does."""
-    async with _delivery(host, instance.box, state, placement) as delivery:
-        await _awaken(host, instance, state, placement, delivery, stages)
+    async with delivery.begun(host, instance.box, state, placement) as coming:
+        await _awaken(host, instance, state, placement, coming, stages)
 
 
 async def _awaken(
-    host: Host, instance: Instance, state: GpuState, placement: Placement, delivery: _Delivery, stages: Stages
+    host: Host, instance: Instance, state: GpuState, placement: Placement, coming: Delivery, stages: Stages
 ) -> None:
     pids = await _translated(instance, state.pids)
     with stages.timed("restore GPU") as stage:
@@ -133,11 +145,15 @@ async def _awaken(
         if pairs:
             instance.box.remember(moved=True)
         await host.cuda.thaw(pids, pairs, within_s=_DRIVER_S)
+    if coming.arrival is not None:
+        with stages.timed("arriving") as stage:
+            stage.bytes, stage.tier = max(0, coming.arrival.left), "network"
+            await coming.arrival.weights()
     async with connect(instance) as client:
         with stages.timed("weights") as stage:
             await instance.engine.rejoin(client)
             stage.bytes = sum(one.bytes for one in state.weights)
-            stage.tier = await _return_weights(delivery, instance.engine, client, state.weights)
+            stage.tier = await put_back(coming, instance.engine, client, state.weights)
         with stages.timed("wake"):
             await instance.engine.wake(client)
 
@@ -145,113 +161,7 @@ async def _awaken(
 def need(host: Host, state: GpuState) -> Need:
     """What a restore wants of GPUs: any, where the driver can put state onto another than its own."""
     fixed = drivers.immovable(host.facts.gpu, host.config.restorer.drivers)
-    return Need(_awake_bytes(state) + MARGIN_BYTES, state.used, only=bool(fixed))
-
-
-def _awake_bytes(state: GpuState) -> int:
-    return state.awake_bytes // max(1, len(state.used))
-
-
-@dataclass(slots=True)
-class _Delivery:
-    """How weights come to an engine: from the helper's device memory, or else read by the engine itself."""
-
-    cuda: Cuda
-    files: list[list[tuple[Path, int]]]
-    sockets: list[Path]
-    """As the engine sees them; empty: it reads the files."""
-    names: list[str]
-    loads: list[asyncio.Task[object]]
-    roomy: bool = False
-    """The engine fits beside what the helper holds, so that nobody need wait until that is free."""
-
-    async def sources(self) -> tuple[list[dict[str, object]], str]:
-        """(what to ask of each worker, from where the bytes come); waits until they are there."""
-        if self.loads:
-            results = await asyncio.gather(*self.loads, return_exceptions=True)
-            faults = [result for result in results if isinstance(result, BaseException)]
-            if not faults:
-                return [{"socket": str(path)} for path in self.sockets], "device memory"
-            if not isinstance(faults[0], RestorerError):
-                raise faults[0]
-            log.warning("the engine reads its weights itself, which takes longer: %s", faults[0])
-            await self.end()
-        tier = await asyncio.to_thread(pagecache.tier, [path for files in self.files for path, _ in files])
-        return [{"files": [[str(path), count] for path, count in files]} for files in self.files], tier
-
-    async def end(self) -> None:
-        """Free what the helper holds. Idempotent."""
-        for load in self.loads:
-            load.cancel()
-        await asyncio.gather(*self.loads, return_exceptions=True)
-        names, self.names, self.loads = self.names, [], []
-        for name in names:
-            try:
-                await self.cuda.drop(name)
-            except RestorerError as error:
-                log.warning("device memory of load %s may be held until the GPU helper ends: %s", name, error)
-
-
-@contextlib.asynccontextmanager
-async def _delivery(host: Host, box: Box, state: GpuState, placement: Placement) -> AsyncIterator[_Delivery]:
-    """Begin to load weights while everything else is restored; ends with nothing left in device memory."""
-    files = [host.weights.files(weights) for weights in state.weights]
-    delivery = _Delivery(host.cuda, files, [], [], [])
-    largest = max((weights.bytes for weights in state.weights), default=0)
-    # Twice for a moment: in the helper, and in the engine.
-    twice = state.state_bytes // max(1, len(state.used)) + 2 * largest + MARGIN_BYTES
-    # On another GPU than its donor's, an engine cannot map what lies there: driver 580 answers CUDA_ERROR_NOT_INITIALIZED.
-    at_home = placement.uuids == state.used and not box.facts.get("moved")
-    if files and at_home and twice <= placement.free_bytes and len(files) == len(placement.uuids):
-        delivery.roomy = _awake_bytes(state) + largest + 2 * MARGIN_BYTES <= placement.free_bytes
-        # Read past it is what it could not keep for the next start.
-        direct = sum(weights.bytes for weights in state.weights) > memory()[1] // 2
-        within_s = _transfer_s(sum(one.bytes for one in state.weights))
-        for rank, (uuid, parts) in enumerate(zip(placement.uuids, files, strict=True)):
-            socket = f"weights-{rank}.sock"
-            delivery.names.append(f"{box.id}-{rank}-{secrets.token_hex(4)}")
-            delivery.sockets.append(box.mountpoint / socket)
-            load = host.cuda.load(
-                *(delivery.names[-1], uuid, parts, box.private / socket), threads=_READERS, direct=direct, within_s=within_s
-            )
-            delivery.loads.append(asyncio.create_task(load))
-    try:
-        yield delivery
-    except BaseException:
-        await asyncio.shield(delivery.end())
-        raise
-    # Freeing takes a moment that nobody has to wait for; a lease asks for free memory, not for its turn.
-    host.gpus.later(delivery.end())
-
-
-async def _return_weights(
-    delivery: _Delivery, engine: HttpEngine, client: httpx.AsyncClient, weights: Sequence[Weights]
-) -> str | None:
-    """Put weights back and compare their fingerprints; the tier they came from."""
-    if not weights:
-        return None
-    within_s = _transfer_s(sum(one.bytes for one in weights))
-    sources, tier = await delivery.sources()
-    try:
-        found = await engine.import_weights(client, sources, within_s=within_s)
-    except EngineNotReady as error:
-        if not delivery.loads:
-            raise
-        log.warning("the engine cannot take its weights from device memory, and reads them itself, which takes longer: %s", error)
-        await delivery.end()
-        sources, tier = await delivery.sources()
-        found = await engine.import_weights(client, sources, within_s=within_s)
-    if not delivery.roomy:
-        await delivery.end()
-    wanted = [tuple(run.fingerprint for run in one.allocations) for one in weights]
-    for rank, (expected, got) in enumerate(zip(wanted, found, strict=True)):
-        wrong = [number for number, pair in enumerate(zip(expected, got, strict=False)) if pair[0] != pair[1]]
-        if wrong or len(expected) != len(got):
-            raise CanaryDiffers(
-                f"weights of worker {rank} are not what they were: {len(wrong)} of {len(expected)} allocations differ, the first "
-                f"is number {wrong[0] if wrong else len(got)}"
-            )
-    return tier
+    return Need(awake_bytes(state) + MARGIN_BYTES, state.used, only=bool(fixed))
 
 
 async def _export(host: Host, donor: Instance) -> tuple[Weights, ...]:
@@ -267,17 +177,12 @@ async def _export(host: Host, donor: Instance) -> tuple[Weights, ...]:
         return await _written(host, donor, client, described)
 
 
-def _transfer_s(size: int) -> float:
-    """How long so many bytes of weights are waited for: what hangs with few of them is not given half an hour."""
-    return 60.0 + size / _SLOWEST
-
-
 async def _written(
     host: Host, donor: Instance, client: httpx.AsyncClient, described: Sequence[tuple[Allocation, ...]]
 ) -> tuple[Weights, ...]:
     folders = [await asyncio.to_thread(host.weights.stage) for _ in described]
     try:
-        within_s = _transfer_s(sum(run.bytes for allocations in described for run in allocations))
+        within_s = transfer_s(sum(run.bytes for allocations in described for run in allocations))
         parts = await donor.engine.export_weights(client, folders, PART_BYTES, within_s=within_s)
         return tuple(
             [
@@ -321,9 +226,9 @@ async def _wake_donor(host: Host, donor: Instance, pids: Sequence[int], weights:
     try:
         await host.cuda.thaw(pids, [], within_s=_DRIVER_S)
         async with connect(donor) as client:
-            delivery = _Delivery(host.cuda, [host.weights.files(one) for one in weights], [], [], [])
+            coming = Delivery(host.cuda, [host.weights.files(one) for one in weights], [], [], [])
             await donor.engine.rejoin(client)
-            await _return_weights(delivery, donor.engine, client, weights)
+            await put_back(coming, donor.engine, client, weights)
             await donor.engine.wake(client)
     except RestorerError as error:
         raise EngineDied(f"the donor does not serve any more: its GPU state could not be put back: {error}") from error

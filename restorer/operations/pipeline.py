@@ -20,6 +20,7 @@ from restorer.boxes.box import Box
 from restorer.checkpoint import prefetch
 from restorer.coordination.jobs import Claim, Outcome
 from restorer.errors import (
+    ArrivalFailed,
     CanaryDiffers,
     Cancelled,
     EngineDied,
@@ -44,6 +45,7 @@ from restorer.operations.suspended import Suspended
 from restorer.operations.undo import fresh_box, unwinding
 from restorer.records.reckoning import reckoned, told
 from restorer.records.stages import Stages
+from restorer.storage.arrival import Arrival
 from restorer.storage.integrity import verify_files
 
 EXIT_FAILED, EXIT_HOST = 1, 3
@@ -81,9 +83,14 @@ async def _started(attempt: Attempt, replicas: Replicas) -> Instance:
     with attempt.stages.timed("match"):
         match = await asyncio.to_thread(host.match, name)
     accounts.distrusted(host.tally, name, match.refused)
-    match = await supplied(host, name, match, attempt.stages, attempt.still_wanted)
-    await attempt.still_wanted()
-    await replicas.vacated(name)
+    async with supplied(host, name, match, attempt.stages, attempt.still_wanted) as match:
+        await attempt.still_wanted()
+        await replicas.vacated(name)
+        return await _engine(attempt, match, replicas)
+
+
+async def _engine(attempt: Attempt, match: Match, replicas: Replicas) -> Instance:
+    host, name = attempt.host, attempt.claim.job.model
     backend, model = host.backend(name), host.model(name)
     if (instance := await _resumed(attempt, match, replicas.suspended)) is not None:
         return instance
@@ -147,7 +154,10 @@ async def _restored_or_cold(attempt: Attempt, match: Match, manifest: Manifest) 
     except RestorerError as error:
         attempt.verdict = verdict = error.verdict
         log.warning("restore of %s from %s failed: %s (%s)", claim.job.replica, manifest.id, error, verdict)
-        await asyncio.to_thread(host.blame, manifest.id, error)
+        if match.arrival is not None:
+            await match.arrival.end()
+        if not isinstance(error, ArrivalFailed):
+            await asyncio.to_thread(host.blame, manifest.id, error)
         model = host.model(claim.job.model)
         # A restore elsewhere beats a cold start here.
         better = await _elsewhere(host, claim, error) and host.fleet.restores(claim.job.model, model, claim.avoid)
@@ -162,13 +172,16 @@ async def _restored(attempt: Attempt, match: Match, manifest: Manifest) -> Insta
     host = attempt.host
     for mismatch in match.allowed:
         log.warning("snapshot %s is restored all the same: %s", manifest.id, mismatch)
+    if match.arrival is not None:
+        # It was verified as it came; whoever pulls it keeps it from being removed, and then the box does.
+        return await _restored_from(attempt, manifest, match.arrival)
     with await asyncio.to_thread(host.snapshots.use, manifest.id):
+        await _verify_bytes(attempt, manifest)
         return await _restored_from(attempt, manifest)
 
 
-async def _restored_from(attempt: Attempt, manifest: Manifest) -> Instance:
+async def _restored_from(attempt: Attempt, manifest: Manifest, arrival: Arrival | None = None) -> Instance:
     host = attempt.host
-    await _verify_bytes(attempt, manifest)
     box = await fresh_box(host, attempt.stages)
     # From here on the box says what it needs, to whoever would remove it.
     box.remember(snapshot=manifest.id)
@@ -186,7 +199,13 @@ async def _restored_from(attempt: Attempt, manifest: Manifest) -> Instance:
         await attempt.advance(Event.UP)
 
     async with prefetch.beside(manifest.files, attempt.engine.model.restore) as touched:
-        instance = await proof.revived(host, box, attempt.engine, manifest, folder, attempt.stages, placement, up, touched)
+        instance = await proof.revived(
+            *(host, box, attempt.engine, manifest, folder, attempt.stages, placement, up), touched=touched, arrival=arrival
+        )
+    if arrival is not None:
+        with attempt.stages.timed("publish"):
+            await arrival.all()
+        attempt.choices = (arrival.early,)
     attempt.source = manifest
     return instance
 
@@ -211,11 +230,7 @@ async def _leased(host: Host, box: Box, engine: HttpEngine, stages: Stages, need
 
 
 async def _verify_bytes(attempt: Attempt, manifest: Manifest) -> None:
-    """Every byte that CRIU would trust is what it was at the dump.
-
-    Raises:
-        SnapshotError: an object changed. HostIncompatible: a file of this host that the engine maps has changed.
-    """
+    """Every byte that CRIU would trust is what it was at the dump; raises SnapshotError, HostIncompatible for a mapped file."""
     host, model = attempt.host, attempt.record.model
     with attempt.stages.timed("verify bytes") as stage:
         stage.bytes = manifest.bytes
@@ -267,7 +282,7 @@ async def _admit(attempt: Attempt, instance: Instance, replicas: Replicas) -> No
     interrupted = await attempt.interrupted()
     number = attempt.journal.step("admit")
     begun = time.perf_counter()
-    changes = reckoned(attempt.stages, attempt.source, attempt.engine.model.restore, attempt.host.rates)
+    changes = reckoned(attempt.stages, attempt.source, attempt.engine.model.restore, attempt.host.rates, attempt.choices)
     doors, box = attempt.host.boxes.doors, instance.box
     await doors.make(box)
     admitted = attempt.moved(Event.ADMIT, address=box.address, door=doors.text(box), **changes)
@@ -327,11 +342,7 @@ def _check_named(host: Host, name: str) -> None:
 
 
 async def _elsewhere(host: Host, claim: Claim, error: RestorerError) -> bool:
-    """It failed for this host's sake, and is to be tried on another one.
-
-    Raises:
-        StoreUnavailable: who else there is cannot be known.
-    """
+    """It failed for this host's sake, and is to be tried on another one. Raises StoreUnavailable: nobody knows of others."""
     model, kind = host.model(claim.job.model), claim.job.kind
     if not claim.anywhere or claim.attempts >= host.config.restorer.max_attempts or error.verdict.cls == "cancelled":
         return False

@@ -19,6 +19,7 @@ from restorer.machine.host import Host
 from restorer.operations import accounts, gpustate
 from restorer.operations.instance import Instance, connect, last_words
 from restorer.records.stages import Stages
+from restorer.storage.arrival import Arrival
 
 
 async def revived(
@@ -31,6 +32,7 @@ async def revived(
     placement: Placement | None,
     up: Callable[[], Awaitable[object]],
     touched: Touched | None = None,
+    arrival: Arrival | None = None,
 ) -> Instance:
     """Restore what is in ``folder`` into an empty box and compare its answers with its donor's.
 
@@ -38,12 +40,13 @@ async def revived(
         folder: where ``images`` and ``scratch`` are.
         up: called between the two.
         touched: what is read beside it, of which the canary's time is told.
+        arrival: of a snapshot whose weights still come; it says where all else is.
 
     Raises:
         CanaryDiffers: it answers otherwise. Otherwise as :func:`restorer.operations.gpustate.revive`; the box must be ended.
     """
     try:
-        instance = await gpustate.revive(host, box, engine, manifest, folder, stages, placement)
+        instance = await gpustate.revive(host, box, engine, manifest, folder, stages, placement, arrival)
         await up()
         await proved(host, instance, manifest.canary, stages, touched)
     except (EngineDied, EngineNotReady) as error:

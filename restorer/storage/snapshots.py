@@ -149,8 +149,8 @@ class SnapshotStore:
             self._publish(staging, manifest)
         return manifest
 
-    def receive(self, partial: Partial, manifest: Manifest, listed: bytes) -> None:
-        """Make what was pulled a snapshot, by the same steps as :meth:`commit`; every byte is compared with the manifest before.
+    def settle(self, partial: Partial, manifest: Manifest, listed: bytes) -> None:
+        """Make what was pulled read-only and durable, as :meth:`commit` does, and compare every byte with its manifest.
 
         Args:
             listed: the list of chunks.
@@ -170,6 +170,10 @@ class SnapshotStore:
                 faults += differences(wanted, found)
             if faults:
                 raise SnapshotError(f"what was pulled is not snapshot {manifest.id}: " + "; ".join(map(str, faults[:5])))
+
+    def publish(self, partial: Partial, manifest: Manifest) -> None:
+        """Make what was settled a snapshot, once all else that it names is here. Raises Environment: the disk is full."""
+        with disk_space("committing a pulled snapshot", self.root):
             self._publish(partial, manifest, sign=False)
 
     def list(self) -> Sequence[Manifest]:

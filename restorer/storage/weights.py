@@ -33,7 +33,7 @@ from restorer.storage import holds
 from restorer.storage.holds import Hold
 from restorer.storage.integrity import Fault, differences
 from restorer.storage.partial import KEPT_S, PREFIX
-from restorer.storage.stamps import Stamps
+from restorer.storage.stamps import SETTLE_NS, Stamps
 from restorer.system.files import disk_space, fsync, fsync_tree, write_durable
 
 INDEX = "index.json"
@@ -66,6 +66,21 @@ class WeightsStore:
         path.mkdir(mode=0o700)
         return path
 
+    def check(self, folder: Path, part: WeightsPart) -> None:
+        """Make one part that is whole read-only and durable, and compare it with its hash; :meth:`commit` need not any more.
+
+        Raises:
+            SnapshotError: it is not what it should be. Environment: the disk is full.
+        """
+        path = folder / part.name
+        with disk_space("storing weights", folder):
+            path.chmod(0o400)
+            # Its hash is remembered only if the clock has moved on since.
+            time.sleep(2 * SETTLE_NS / 1e9)
+            faults = differences({str(path): (part.name, part.sha256)}, self._stamps.sha256_all([path]))
+        if faults:
+            raise SnapshotError(f"weights that have come are not what their manifest names: {faults[0]}")
+
     def commit(self, staging: Path, parts: Sequence[WeightsPart], allocations: Sequence[Allocation]) -> Weights:
         """Make what is staged a set: read-only, durable, hashed again here, named by its content; the index last.
 
@@ -74,7 +89,8 @@ class WeightsStore:
         """
         with disk_space("storing weights", self.root):
             for part in parts:
-                (staging / part.name).chmod(0o400)
+                if stat.S_IMODE((staging / part.name).lstat().st_mode) != 0o400:
+                    (staging / part.name).chmod(0o400)
             fsync_tree(staging)
             wanted = {str(staging / part.name): (part.name, part.sha256) for part in parts}
             faults = differences(wanted, self._stamps.sha256_all(map(Path, wanted)))
@@ -101,9 +117,9 @@ class WeightsStore:
         """Every set that is whole as far as its index says."""
         return [found for digest in self._digests() if (found := self._read(digest)) is not None]
 
-    def files(self, weights: Weights) -> list[tuple[Path, int]]:
-        """(path, bytes) of each part, in order."""
-        return [(self.root / weights.digest / part.name, part.bytes) for part in weights.parts]
+    def files(self, weights: Weights, place: Path | None = None) -> list[tuple[Path, int]]:
+        """(path, bytes) of each part, in order; in ``place``, if the set is still on its way there."""
+        return [((place or self.root / weights.digest) / part.name, part.bytes) for part in weights.parts]
 
     def verify(self, sets: Sequence[Weights], *, full: bool = False) -> Sequence[Fault]:
         """Every fault of some sets; files unchanged since they were last hashed are believed, unless ``full``."""
