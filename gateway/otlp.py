@@ -93,12 +93,21 @@ class Sender:
             self._some.clear()
             batch: list[bytes] = []
             while self._waiting:
-                batch += self._waiting.popleft()()
+                batch += self._made(self._waiting.popleft())
                 if len(batch) >= _BATCH:
                     self._send(batch)
                     batch = []
             if batch:
                 self._send(batch)
+
+    def _made(self, spans: Callable[[], Iterable[bytes]]) -> Sequence[bytes]:
+        """What is to be sent; one that cannot be made must not end the thread."""
+        try:
+            return tuple(spans())
+        except Exception as error:
+            logs.error("bug", error)
+            self._report("failed", 1)
+            return ()
 
     def _send(self, batch: Sequence[bytes]) -> None:
         data, reason = spanwire.request(self._resource, "rewake", version(), batch), ""
