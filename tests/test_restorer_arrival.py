@@ -199,7 +199,7 @@ async def test_who_waits_is_told_when_the_pull_fails_and_the_next_one_goes_on(
     held.fault = lambda part: SnapshotError("a chunk is damaged") if part == "part-00001" else None
     held.let(1)
     for wait in (waiting, arrival.part(weights.digest, "part-00002"), arrival.all()):
-        with pytest.raises(ArrivalFailed, match="the rest of the snapshot did not come") as failed:
+        with pytest.raises(ArrivalFailed, match="the rest of the snapshot did not come: a chunk is damaged") as failed:
             await wait
         assert failed.value.verdict.cls == "environment", "it is no fault of the snapshot"
         assert not failed.value.verdict.certain

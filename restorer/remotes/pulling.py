@@ -251,9 +251,8 @@ async def _fetch_weights(copying: Copying, store: WeightsStore, weights: Weights
                 checks.add(task := group.create_task(check(parts[path])))
                 task.add_done_callback(checks.discard)
 
-            for name in parts:
-                if name not in coming.lacking:
-                    whole(name)
+            for name in parts.keys() - coming.lacking.keys():
+                whole(name)
             await _fetch(copying, coming, came=lambda size: arrival.came(size, weights=True), whole=whole, free=free)
     except SnapshotError:
         coming.partial.drop()

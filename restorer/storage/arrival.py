@@ -15,7 +15,7 @@ from typing import Any
 
 from policies.arrival import patience_s
 from policies.manifest import Manifest, Weights, WeightsPart
-from restorer.errors import ArrivalFailed
+from restorer.errors import ArrivalFailed, RestorerError
 
 
 class Arrival:
@@ -62,6 +62,9 @@ class Arrival:
             return self._fault
         except TimeoutError:
             self._fault = "it did not come in time; the next pull goes on with it"
+            raise
+        except RestorerError as error:
+            self._fault = str(error)
             raise
         finally:
             self._ended.set()
@@ -143,7 +146,8 @@ class Arrival:
         """Nobody waits for it any more; what has come stays for the next pull. Idempotent."""
         if self._task is not None:
             self._task.cancel()
-            await asyncio.wait({self._task})
+            # How it failed is known to who waited.
+            await asyncio.gather(self._task, return_exceptions=True)
 
     def _sound(self) -> None:
         if self._fault and self._ended.is_set() and not self.published:
