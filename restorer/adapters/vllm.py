@@ -30,7 +30,7 @@ _SLEEP_S = 60.0
 _POLL_S = 0.02
 """For weights on their way to or from a disk."""
 _SMALL_STATE = "expandable_segments:True"
-"""torch gives all that nothing lies in back before a dump, not just whole segments: 1.7 GB of GPU state instead of 2.7 for a 7B."""
+"""torch then gives back before a dump all that nothing lies in, not only whole segments: 1 GB of a 7B's 2.7 GB of GPU state."""
 _ALLOCATIONS = TypeAdapter(tuple[Allocation, ...])
 _PARTS = TypeAdapter(tuple[WeightsPart, ...])
 
