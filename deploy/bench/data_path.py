@@ -202,7 +202,8 @@ def show(rounds: dict[str, list[dict[str, float]]], ratios: dict[str, float]) ->
             f"{mid('ttft_p50_us'):.0f} / {mid('ttft_p99_us'):.0f}",
             f"{sum(one['errors'] for one in found):.0f}",
         )
-    console.print(table)
+    if table.row_count:
+        console.print(table)
     for name, ratio in ratios.items():
         console.print(f"{name}: {ratio}")
 
