@@ -289,6 +289,28 @@ async def test_a_part_that_is_not_what_its_hash_says_is_never_handed_on(
 
 
 @pytest.mark.parametrize("any_remote", ["folder"], indirect=True)
+async def test_a_crash_between_the_weights_and_their_manifest_costs_nothing_that_has_come(
+    gate: tuple[Gate, Catalog, Manifest, Weights], there: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, catalog, manifest, weights = gate
+    held.let(0, 1, 2)
+
+    def publish(*_: object) -> None:
+        raise InterruptedError("the restorer ended")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(there.snapshots, "publish", publish)
+        with pytest.raises(InterruptedError):
+            await there.pull(catalog, manifest.id)
+    assert list(there.snapshots.list()) == []
+    assert list(there.weights.sets()) == [weights]
+    held.asked.clear()
+    await there.pull(catalog, manifest.id)
+    assert held.asked == []
+    assert list(there.snapshots.verify(manifest.id, full=True)) == []
+
+
+@pytest.mark.parametrize("any_remote", ["folder"], indirect=True)
 async def test_what_is_here_already_does_not_come(
     gate: tuple[Gate, Catalog, Manifest, Weights], here: Place, there: Place
 ) -> None:
