@@ -10,7 +10,7 @@ from policies.reading import Choice
 
 _PATIENCE_S = 60.0
 _SLOWEST = 50e6
-"""Bytes a second that are waited for, beside the minute that a remote gets for one request."""
+"""Bytes a second that are waited for, of the network's and of a disk's, beside the minute that a remote gets for one request."""
 
 
 def begin(left: int, *, rate: float, lead_s: float | None) -> Choice:
@@ -29,6 +29,6 @@ def begin(left: int, *, rate: float, lead_s: float | None) -> Choice:
     return Choice(left / rate <= lead_s, why)
 
 
-def patience_s(left: int) -> float:
-    """How long an engine on a GPU waits for so many bytes, before it is ended and the GPU given back."""
-    return _PATIENCE_S + left / _SLOWEST
+def patience_s(behind: int) -> float:
+    """How long an engine on a GPU waits for so many bytes that are not here and verified, before it is ended."""
+    return _PATIENCE_S + behind / _SLOWEST

@@ -18,7 +18,7 @@ _TALKER = """#!{python} -S
 import itertools, json, os, sys
 words = sys.argv[2:]
 with open(os.path.join(os.environ["HOME"], f"cuda-{{os.getpid()}}"), "w") as state:
-    json.dump({{"state": "running", "index": int(words[4]), "bytes": 1}}, state)
+    json.dump({{"state": "running", "index": int(words[1]), "bytes": 1}}, state)
 for word in itertools.chain(["begin"], sys.stdin):
     if word.strip() == "join" and words[0] == "graph":
         print(json.dumps({{"error": "launch failure"}}), flush=True)
@@ -29,8 +29,8 @@ for word in itertools.chain(["begin"], sys.stdin):
 """
 
 
-def found(place: Path, *cases: str, gpus: int = 2) -> dict[str, Any]:
-    helper = fake_cuda.written(place / "cuda", gpus=gpus)
+def found(place: Path, *cases: str) -> dict[str, Any]:
+    helper = fake_cuda.written(place / "cuda", gpus=2)
     talker = place / "python"
     talker.write_text(_TALKER.format(python=sys.executable))
     talker.chmod(0o755)
@@ -57,5 +57,9 @@ def test_a_driver_that_refuses_is_quoted(tmp_path: Path) -> None:
     assert "CUDA_ERROR_NOT_SUPPORTED" in told
 
 
-def test_what_two_processes_on_one_gpu_cannot_do_is_left_out(tmp_path: Path) -> None:
-    assert found(tmp_path, "peer to peer", gpus=1)["cases"] == {"peer to peer": {"told": "needs two GPUs"}}
+def test_a_host_with_one_gpu_is_told_that_it_takes_two(tmp_path: Path) -> None:
+    helper = fake_cuda.written(tmp_path / "cuda", gpus=1)
+    argv = [sys.executable, str(SCRIPT), *(f"--gpu-helper={word}" for word in helper)]
+    env = {**os.environ, "HOME": str(tmp_path), "FAKE_CUDA": str(tmp_path / "cuda")}
+    done = subprocess.run(argv, check=False, timeout=120, env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "nccl.py needs 2 GPUs, and this host has 1\n")

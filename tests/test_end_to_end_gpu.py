@@ -23,10 +23,10 @@ from policies.manifest import GpuState
 pytestmark = pytest.mark.criu
 
 
-def gpu_model(place: Path, *more: str, gpu: dict[str, Any] | None = None, **policy: Any) -> dict[str, Any]:
+def gpu_model(place: Path, *more: str, gpu: dict[str, Any] | None = None, kind: str = "vllm", **policy: Any) -> dict[str, Any]:
     """Settings of a model on the engine of :mod:`e2e_gpu_engine`."""
     command = [sys.executable, str(ROOT / "tests/e2e_gpu_engine.py"), "8000", str(place / "hold"), *more]
-    engine = {"kind": "vllm", "command": command, "env": {"FAKE_CUDA": str(place / "cuda")}, "gpu": {"count": 1, "wait_s": 5}}
+    engine = {"kind": kind, "command": command, "env": {"FAKE_CUDA": str(place / "cuda")}, "gpu": {"count": 1, "wait_s": 5}}
     return {
         "engine": engine | {"gpu": {**engine["gpu"], **(gpu or {})}},
         "snapshot": {"create": "manual"},
@@ -45,7 +45,7 @@ def place() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def system(place: Path) -> Iterator[Installation]:
-    helper = fake_cuda.written(place / "cuda", gpus=2)
+    helper = fake_cuda.written(place / "cuda", gpus=2, topology="NVLinks 18 18; bus 30")
     models = {
         "apart": gpu_model(place),
         "twin": gpu_model(place),
@@ -57,7 +57,8 @@ def system(place: Path) -> Iterator[Installation]:
         "spoilt": gpu_model(place, "--seed", "6"),
         "stale": gpu_model(place, "--seed", "7"),
         "broken": gpu_model(place, "--seed", "8"),
-        "wide": gpu_model(place, gpu={"count": 2}, snapshot={"create": "auto"}),
+        "pair": gpu_model(place, "--seed", "14", "--tensor-parallel-size", "2", gpu={"count": 2}),
+        "wide": gpu_model(place, gpu={"count": 2}, kind="http", snapshot={"create": "auto"}),
         "idle": gpu_model(place, "--no-cuda"),
         "nap": gpu_model(place, "--seed", "10", gpu={"suspend_s": 6}),
         "killed": gpu_model(place, "--seed", "11"),
@@ -424,7 +425,23 @@ def test_restore_case_68_an_engine_on_more_gpus_than_it_is_known_to_survive_star
     answer = system.complete("wide")
     assert (answer.status_code, answer.headers["x-rewake-start"]) == (200, "cold")
     (replica,) = system.replicas("wide")
-    assert "vllm on 2 GPUs has not been seen to survive a checkpoint" in replica["reason"]
+    assert "http on 2 GPUs has not been seen to survive a checkpoint" in replica["reason"]
+
+
+def test_restore_case_65_two_workers_on_two_gpus_come_back_with_their_weights_and_their_answers(
+    system: Installation, place: Path
+) -> None:
+    folder = system.snapshot("pair")
+    state = state_of(folder)
+    assert (len(state.used), len(state.weights)) == (2, 2)
+    begun = len(calls(place))
+    for _ in range(2):
+        replica = restored(system, "pair")
+        assert stages(replica)["weights"]["tier"] == "device memory"
+        system.park("pair")
+    # One of them asleep is enough for neither to run: both are locked before either is checkpointed.
+    verbs = [line[0] for line in calls(place)[begun:] if line[0] in ("lock", "checkpoint")]
+    assert verbs.index("checkpoint") >= 2
 
 
 def test_restore_case_69_only_the_processes_of_the_manifest_are_touched(system: Installation, apart: Path, place: Path) -> None:

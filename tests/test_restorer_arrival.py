@@ -144,6 +144,26 @@ async def test_everything_else_is_here_and_verified_before_the_weights_and_nothi
     assert list(there.weights.verify([weights], full=True)) == []
 
 
+@pytest.mark.parametrize("any_remote", ["folder"], indirect=True)
+async def test_each_worker_has_a_set_that_comes(
+    gate: tuple[Gate, Catalog, Manifest, Weights], here: Place, there: Place, pulls: Callable[..., asyncio.Task[str]]
+) -> None:
+    held, catalog, _, first = gate
+    second = weights_of(here, seed=10, parts=2)
+    manifest = made(here, first, second, first, created_ms=2)
+    await here.push(catalog, manifest)
+    arrival = Arrival()
+    pulls(arrival, there, catalog, manifest.id)
+    await eventually(lambda: arrival.usable)
+    assert arrival.left == 5 * PART
+    assert arrival.place(first) != arrival.place(second)
+    held.let(0, 1, 2)
+    await arrival.weights()
+    await arrival.all()
+    assert arrival.left == 0
+    assert list(there.weights.verify([first, second], full=True)) == []
+
+
 async def test_what_was_pulled_is_hashed_once(
     gate: tuple[Gate, Catalog, Manifest, Weights],
     there: Place,
@@ -179,7 +199,7 @@ async def test_who_waits_is_told_when_the_pull_fails_and_the_next_one_goes_on(
     held.fault = lambda part: SnapshotError("a chunk is damaged") if part == "part-00001" else None
     held.let(1)
     for wait in (waiting, arrival.part(weights.digest, "part-00002"), arrival.all()):
-        with pytest.raises(ArrivalFailed, match="the rest of the snapshot did not come") as failed:
+        with pytest.raises(ArrivalFailed, match="the rest of the snapshot did not come: a chunk is damaged") as failed:
             await wait
         assert failed.value.verdict.cls == "environment", "it is no fault of the snapshot"
         assert not failed.value.verdict.certain
@@ -231,7 +251,7 @@ async def test_a_rest_that_does_not_come_is_not_waited_for_longer_than_a_gpu_may
     with pytest.raises(ArrivalFailed, match="did not come in time"):
         await arrival.weights()
     assert asked
-    assert asked[0] <= 3 * PART
+    assert 2 * PART <= asked[0] <= 3 * PART
     with pytest.raises(TimeoutError):
         await task
     assert [name for name in os.listdir(there.weights.root) if name.startswith(PREFIX)], "what has come stays"

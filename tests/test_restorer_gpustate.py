@@ -61,11 +61,25 @@ async def test_restore_case_55_no_engine_is_captured_with_a_driver_that_hangs_th
 
 
 async def test_restore_case_68_more_gpus_than_an_engine_has_survived_are_refused(tmp_path: Path) -> None:
-    here = await facts(tmp_path)
-    for kind in ("tensorrt-llm", "sglang", "vllm"):
-        with pytest.raises(SnapshotError, match=f"{kind} on 2 GPUs has not been seen to survive a checkpoint"):
-            await captured(here, config(kind, count=2))
-        await captured(here, config(kind))
+    here = await facts(tmp_path, topology="NVLinks 18 18; bus 30")
+    for kind, most in (("tensorrt-llm", 1), ("sglang", 1), ("vllm", 2)):
+        with pytest.raises(
+            SnapshotError, match=rf"{kind} on {most + 1} GPUs has not been seen to survive a checkpoint \(on {most} it"
+        ):
+            await captured(here, config(kind, count=most + 1))
+        await captured(here, config(kind, count=most))
+
+
+async def test_what_no_host_could_be_compared_with_is_not_captured(tmp_path: Path) -> None:
+    """On several GPUs a snapshot goes only where they are linked alike, this host included."""
+    here, pair = await facts(tmp_path), config(count=2)
+    with pytest.raises(
+        SnapshotError, match=r"does not tell how this host's GPUs are linked.*matching\.rules\.gpu\.topology: report"
+    ):
+        await captured(here, pair)
+    await captured(here, config())
+    document = pair.model_dump(mode="json", exclude_unset=True) | {"matching": {"rules": {"gpu.topology": "report"}}}
+    await captured(here, parse(document))
 
 
 async def test_restore_case_55_no_snapshot_is_restored_with_it_whatever_its_manifest_says(tmp_path: Path) -> None:

@@ -49,8 +49,8 @@ def weights(tmp_path: Path) -> WeightsStore:
 @contextmanager
 def user(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Another process that uses a folder."""
-    code = "from pathlib import Path; from restorer.storage.holds import use; "
-    code += f"h = use(Path({str(folder)!r})); print(flush=True); input()"
+    code = "from restorer.storage import holds; from pathlib import Path; "
+    code += f"h = holds.use(Path({str(folder)!r})); print(flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
@@ -74,7 +74,7 @@ def test_users_share_and_a_removal_says_who_they_are(store: SnapshotStore) -> No
             store.remove(manifest.id)
         assert f"pid {other.pid} (" in str(refused.value)
         assert f"pid {os.getpid()} (" in str(refused.value)
-        assert "holds.use" in str(refused.value)
+        assert "import holds" in str(refused.value)
         assert store.verify(manifest.id, full=True) == []
     store.remove(manifest.id)
     assert store.list() == []

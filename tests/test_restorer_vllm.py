@@ -97,9 +97,21 @@ def test_a_lease_wins_over_the_operators_choice_of_gpus() -> None:
 def test_restore_case_65_engines_on_several_gpus_share_no_memory_between_processes(kind: str) -> None:
     settings = adapter("m", model(kind, count=2, env={"NCCL_P2P_DISABLE": "0"})).settings()
     assert settings["NCCL_CUMEM_HOST_ENABLE"] == "0"
+    assert "NCCL_SHM_DISABLE" not in settings, "the host's memory is theirs to share"
     assert settings["NCCL_NVLS_ENABLE"] == "0"
     assert settings["NCCL_P2P_DISABLE"] == "0", "the operator's own"
     assert "NCCL_NVLS_ENABLE" not in adapter("m", model(kind)).settings()
+
+
+def test_restore_case_65_memory_between_gpus_is_refused_before_anything_starts() -> None:
+    """The driver checkpoints it and then does not restore it; who wants to see that asks for it."""
+    wrong = {"NCCL_P2P_DISABLE": "0", "NCCL_NVLS_ENABLE": "1"}
+    faults = adapter("m", model(count=2, env=wrong)).obstacles()
+    assert [fault.split(";")[1] for fault in faults] == [" set it to '1'", " set it to '0'"]
+    assert "engine.env: NCCL_P2P_DISABLE is '0'" in faults[0]
+    assert not adapter("m", model(count=2)).obstacles()
+    assert not adapter("m", model(count=1, env=wrong)).obstacles()
+    assert not adapter("m", model(count=2, env=wrong, untested=True)).obstacles()
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
@@ -132,8 +144,9 @@ async def test_workers_on_several_gpus_part_when_they_sleep_and_join_before_anyt
     ]
 
 
-def test_restore_case_68_no_engine_is_taken_for_tested_on_two_gpus() -> None:
-    assert all(adapter("m", model(kind)).most_gpus == 1 for kind in ("vllm", "sglang", "llama-server", "http"))
+def test_restore_case_68_each_engine_is_taken_for_tested_on_as_many_gpus_as_it_was_seen_on() -> None:
+    most = {kind: adapter("m", model(kind)).most_gpus for kind in ("vllm", "sglang", "llama-server", "http")}
+    assert most == {"vllm": 2, "sglang": 1, "llama-server": 1, "http": 1}
 
 
 async def test_it_is_tidied_put_to_sleep_and_waited_for() -> None:

@@ -7,6 +7,7 @@ any file of the snapshot.
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -38,10 +39,10 @@ def arrive(bench: Bench, name: str) -> dict[str, Any]:
         with bench.changed(storage=storage(bench, "fast")):
             found["push"] = _task(bench, "push", id)
         for way in AT_A_TIME:
-            _forget(bench, id, manifest)
+            _forget(bench, manifest)
             with bench.changed(storage=storage(bench, way)):
                 found[f"{way}_after"] = _told(way, "after", _after(bench, model, id, manifest))
-            _forget(bench, id, manifest)
+            _forget(bench, manifest)
             with bench.changed(storage=storage(bench, way, pull="bench")):
                 found[f"{way}_beside"] = _told(way, "beside", _beside(bench, model, manifest))
     finally:
@@ -92,16 +93,21 @@ def _beside(bench: Bench, model: str, manifest: dict[str, Any]) -> dict[str, Any
     }
 
 
-def _forget(bench: Bench, id: str, manifest: dict[str, Any]) -> None:
-    """Nothing of it is on this host any more."""
+def _forget(bench: Bench, manifest: dict[str, Any]) -> None:
+    """Its weights are not on this host any more, nor any snapshot that names them."""
     bench.stop_all()
-    argv = [sys.executable, str(ROOT / "rewake.py"), "snapshot", "rm", id, "-c", str(bench.config)]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
-    if done.returncode != 0:
-        raise BenchError(f"{id} cannot be removed: {done.stdout}{done.stderr}")
-    for one in manifest["gpu"]["weights"]:
-        shutil.rmtree(bench.work / "state/weights" / one["digest"], ignore_errors=True)
-    bench.wait(lambda: all(one["id"] != id for one in bench.hosts()[0]["snapshots"]), 60.0, f"snapshot {id} to be gone")
+    digests = {one["digest"] for one in manifest["gpu"]["weights"]}
+    for path in (bench.work / "state/snapshots").glob("*/manifest.json"):
+        other = json.loads(path.read_bytes())
+        if digests & {one["digest"] for one in (other["gpu"] or {}).get("weights", ())}:
+            argv = [sys.executable, str(ROOT / "rewake.py"), "snapshot", "rm", path.parent.name, "-c", str(bench.config)]
+            done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
+            if done.returncode != 0:
+                raise BenchError(f"{path.parent.name} cannot be removed: {done.stdout}{done.stderr}")
+    for digest in digests:
+        shutil.rmtree(bench.work / "state/weights" / digest)
+    model = manifest["profile"]["model"]
+    bench.wait(lambda: not bench.snapshot(model), 60.0, f"the snapshots of {model} to be gone")
 
 
 def _last_write(bench: Bench, manifest: dict[str, Any]) -> float:

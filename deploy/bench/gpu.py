@@ -63,7 +63,7 @@ class Run:
             self._one("other", partial(measures.other, bench), "other")
             if result["host"]["gpus"] > 1:
                 self._one("move", partial(trials.move, bench), "move")
-            if result["host"]["gpus"] > 1 and not bench.options.one_gpu:
+            if result["host"]["gpus"] > 1:
                 self._one("pair", partial(trials.pair, bench), "pair")
             for key, changes in self._swaps().items():
                 self._one("swap", partial(self._swapped, changes), key)
@@ -73,9 +73,6 @@ class Run:
         with self._installation({"driver", "faults"}, restorer={"gpu_helper": between(bench, "--log", str(log))}):
             self._one("driver", partial(measures.driver, bench, names[0], log), "driver")
             self._one("faults", partial(trials.faults, bench), "faults")
-        if bench.options.one_gpu:
-            with self._installation({"pair"}, restorer={"gpu_helper": between(bench, "--twins")}):
-                self._one("pair", partial(trials.pair, bench), "pair_on_one_gpu")
 
     def _installation(self, steps: set[str], **changes: Any) -> contextlib.AbstractContextManager[None]:
         """One for some steps; none if none of them is wanted."""
@@ -142,7 +139,6 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--pair-arg", action="append", default=[], metavar="ARGUMENT", help="for the engine on two GPUs")
     settings = "environment of the engine on two GPUs; the next one is tried if it cannot be restored"
     parser.add_argument("--pair-try", action="append", default=[], metavar="NAME=VALUE,…", help=settings)
-    parser.add_argument("--one-gpu", action="store_true", help="the engine for two GPUs has both its workers on the first")
     parser.add_argument("--criu", default=os.environ.get("REWAKE_CRIU", ""), help="the CRIU binary")
     parser.add_argument("--work", default=str(BUILD / "bench-gpu"), help="everything is kept here (default: %(default)s)")
     parser.add_argument("--port", type=int, default=18180)

@@ -1,12 +1,10 @@
 """Stands between the restorer and its GPU helper: notes what each request took, and may change facts in what is answered.
 
-Usage: helper.py [--log FILE] [--fact NAME=VALUE …] [--twins] -- HELPER [ARGUMENT …]      (as ``restorer.gpu_helper``)
+Usage: helper.py [--log FILE] [--fact NAME=VALUE …] -- HELPER [ARGUMENT …]      (as ``restorer.gpu_helper``)
 
 For the bench, which wants to know what the driver itself took, and must be refused by another driver or topology. Each line of
 the log is one request that was answered: ``op``, the number of ``pids`` it was about, ``seconds``, and numbers of the answer; a
 line with ``op: start`` is the helper's own start.
-
-With ``--twins`` each GPU is told of twice, so that an engine for two GPUs is given one of them twice; both names lead to it.
 """
 
 from __future__ import annotations
@@ -23,14 +21,13 @@ from pathlib import Path
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
-_TWIN = "-twin"
 
 
 class Between:
     """One helper, and the requests that are on their way to it."""
 
-    def __init__(self, argv: list[str], log: Path | None, facts: dict[str, str], *, twins: bool) -> None:
-        self._log, self._facts, self._twins = log, facts, twins
+    def __init__(self, argv: list[str], log: Path | None, facts: dict[str, str]) -> None:
+        self._log, self._facts = log, facts
         self._asked: dict[int, tuple[dict[str, Any], float]] = {}
         self._helper = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._note({"op": "start"})
@@ -43,7 +40,7 @@ class Between:
             answer = json.loads(line)
             asked, begun = self._asked.pop(answer["id"])
             if "result" in answer:
-                answer["result"] |= self._changed(asked["op"], answer["result"])
+                answer["result"] |= self._facts if asked["op"] == "facts" else {}
             numbers = {key: value for key, value in answer.get("result", {}).items() if isinstance(value, int | float)}
             took = time.monotonic() - begun
             self._note({"op": asked["op"], "pids": len(asked.get("pids", ())), "seconds": took, "numbers": numbers})
@@ -55,20 +52,9 @@ class Between:
         for line in sys.stdin:
             request = json.loads(line)
             self._asked[request["id"]] = request, time.monotonic()
-            if "gpu" in request:
-                request["gpu"] = request["gpu"].removesuffix(_TWIN)
             self._helper.stdin.write(json.dumps(request) + "\n")
             self._helper.stdin.flush()
         self._helper.stdin.close()
-
-    def _changed(self, op: str, result: dict[str, Any]) -> dict[str, Any]:
-        """What of an answer is another."""
-        found: dict[str, Any] = dict(self._facts) if op == "facts" else {}
-        if self._twins and op == "facts":
-            found["gpus"] = [*result["gpus"], *({**gpu, "uuid": gpu["uuid"] + _TWIN} for gpu in result["gpus"])]
-        if self._twins and op == "memory":
-            found |= {uuid + _TWIN: one for uuid, one in result.items()}
-        return found
 
     def _note(self, line: dict[str, Any]) -> None:
         if self._log is not None:
@@ -80,13 +66,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--log", type=Path)
     parser.add_argument("--fact", action="append", default=[], metavar="NAME=VALUE", help="of the driver's facts, changed")
-    parser.add_argument("--twins", action="store_true", help="tell of each GPU twice")
     parser.add_argument("helper", nargs="+")
     options = parser.parse_args()
     # Its own helper ends with its stdin, which is ours.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     facts = dict(pair.split("=", 1) for pair in options.fact)
-    return Between(options.helper, options.log, facts, twins=options.twins).run()
+    return Between(options.helper, options.log, facts).run()
 
 
 if __name__ == "__main__":

@@ -21,8 +21,6 @@ from rich.console import Console
 
 ROOT = rates.ROOT
 START_S, GONE_S = 60.0, 60.0
-_INSIDE = Path(__file__).with_name("inside")
-_ONE_GPU = ("--worker-cls=one_gpu.Worker", "--distributed-executor-backend=mp", "--gpu-memory-utilization=0.4")
 KV = {"7b": 1, "14b": 4}
 """Cache for the same context, against the first model's."""
 PROMPT = "Name the first ten prime numbers."
@@ -109,12 +107,9 @@ class Bench:
                 ``storage``: these sections, ``pair``: to the environment of the engine on two GPUs.
         """
         restorer, gpu, groups, storage = (changes.pop(name, {}) for name in ("restorer", "gpu", "groups", "storage"))
-        one_gpu = _ONE_GPU if self.options.one_gpu else ()
-        pair = self.model("7b", "--tensor-parallel-size=2", *one_gpu, *self.options.pair_arg, count=2, untested=True)
-        env = pair["engine"]["env"]
-        if one_gpu:
-            env["PYTHONPATH"] = ":".join(filter(None, (str(_INSIDE), env.get("PYTHONPATH"))))
-        env |= changes.pop("pair", {})
+        # Untested, so that settings may be tried that are refused otherwise.
+        pair = self.model("7b", "--tensor-parallel-size=2", *self.options.pair_arg, count=2, untested=True)
+        pair["engine"]["env"] |= changes.pop("pair", {})
         models = {self.names[name]: {**self.model(name, **gpu), **changes} for name in self.names}
         models[f"{self.names['7b']}-cold"] = {**self.model("7b"), "on_no_snapshot": "cold"}
         models[f"{self.names['7b']}-pair"] = pair

@@ -3,9 +3,9 @@
 
 Usage: nccl.py [--python PYTHON] [--only CASE …] [--output FILE]      (root; torch in that Python; needs an NVIDIA driver)
 
-Each case is one way in which two processes talk, or one thing that NCCL's kernels do; what became of it is printed and written
-down: what failed, and what the driver, NCCL or torch said of it. With two GPUs each process has one; on a host with one GPU they
-share it, and NCCL takes them to be on two hosts. No engine, no CRIU: what fails here can be restored by nobody.
+Each case is one way in which two processes talk; what became of it is printed and written down: what failed, and what the
+driver, NCCL or torch said of it. Each process has a GPU of its own: two that share one are no substitute, since NCCL's kernels
+fail after a restore there, and do not where each has its own. No engine, no CRIU: what fails here can be restored by nobody.
 """
 
 from __future__ import annotations
@@ -49,25 +49,19 @@ class Case(NamedTuple):
     work: str
     """What the processes do; see inside/talking.py."""
     env: dict[str, str]
-    apart: bool = True
-    """It can be tried with both on one GPU, where NCCL must take them to be on two hosts."""
 
 
 CASES = {
     "no NCCL": Case("pinned", {}),
     "sockets": Case("eager", _SOCKETS),
     "sockets in a CUDA graph": Case("graph", _SOCKETS),
-    "protocol Simple": Case("eager", {**_SOCKETS, "NCCL_PROTO": "Simple"}),
-    "stack set once": Case("eager", {**_SOCKETS, "NCCL_SET_STACK_SIZE": "1"}),
-    "no clusters": Case("eager", {**_SOCKETS, "NCCL_CGA_CLUSTER_SIZE": "0"}),
-    "one memory domain": Case("eager", {**_SOCKETS, "NCCL_MEM_SYNC_DOMAIN": "0"}),
-    "made anew": Case("anew", _SOCKETS),
-    "made anew in a CUDA graph": Case("anew-graph", _SOCKETS),
-    "shared memory": Case("eager", _SHARED, apart=False),
-    "shared memory in a CUDA graph": Case("graph", _SHARED, apart=False),
-    "peer to peer, no cuMem": Case("eager", _PEERS, apart=False),
-    "peer to peer": Case("eager", {"NCCL_NVLS_ENABLE": "0"}, apart=False),
-    "multicast": Case("eager", {}, apart=False),
+    "shared memory": Case("eager", _SHARED),
+    "shared memory in a CUDA graph": Case("graph", _SHARED),
+    "made anew": Case("anew", _SHARED),
+    "made anew in a CUDA graph": Case("anew-graph", _SHARED),
+    "peer to peer, no cuMem": Case("eager", _PEERS),
+    "peer to peer": Case("eager", {"NCCL_NVLS_ENABLE": "0"}),
+    "multicast": Case("eager", {}),
 }
 
 
@@ -76,8 +70,8 @@ class Failed(Exception):
 
 
 @contextlib.contextmanager
-def talking(case: Case, python: str, gpus: int) -> Iterator[list[subprocess.Popen[str]]]:
-    """The processes of a case, begun."""
+def talking(case: Case, python: str) -> Iterator[list[subprocess.Popen[str]]]:
+    """The processes of a case, begun, each on the GPU of its rank."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -85,9 +79,7 @@ def talking(case: Case, python: str, gpus: int) -> Iterator[list[subprocess.Pope
     try:
         for rank in range(_PROCESSES):
             env = {**os.environ, **case.env, "TORCH_NCCL_ENABLE_MONITORING": "0"}
-            if gpus < _PROCESSES:
-                env["NCCL_HOSTID"] = f"process-{rank}"
-            argv = [python, str(_WORKER), case.work, str(rank), str(_PROCESSES), str(port), str(rank % gpus)]
+            argv = [python, str(_WORKER), case.work, str(rank), str(_PROCESSES), str(port)]
             processes.append(subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True))
         yield processes
     finally:
@@ -113,10 +105,10 @@ def say(processes: Sequence[subprocess.Popen[str]], word: str) -> None:
         process.stdin.flush()
 
 
-def tried(case: Case, python: str, gpus: int, helper: Sequence[str]) -> dict[str, Any]:
+def tried(case: Case, python: str, helper: Sequence[str]) -> dict[str, Any]:
     """What became of one case."""
     found: dict[str, Any] = {"restored": False}
-    with talking(case, python, gpus) as processes:
+    with talking(case, python) as processes:
         # What does not answer in time is ended, and then says so.
         deadline = threading.Timer(_CASE_S, lambda: [process.kill() for process in processes])
         deadline.start()
@@ -147,13 +139,12 @@ def main() -> int:
     facts = rates.ask(helper, {"op": "facts"})[0].result
     gpus = len(facts["gpus"])
     result: dict[str, Any] = {"driver": facts["driver"], "gpus": gpus, "gpu": facts["gpus"][0]["name"], "cases": {}}
+    if gpus < _PROCESSES:
+        print(f"nccl.py needs {_PROCESSES} GPUs, and this host has {gpus}")
+        return 2
     for name in options.only or CASES:
-        case = CASES[name]
         begun = time.monotonic()
-        if gpus < _PROCESSES and not case.apart:
-            found: dict[str, Any] = {"told": "needs two GPUs"}
-        else:
-            found = tried(case, options.python, gpus, helper)
+        found = tried(CASES[name], options.python, helper)
         result["cases"][name] = found
         print(f"{name}: {found} ({time.monotonic() - begun:.1f} s)", flush=True)
         if options.output:

@@ -28,15 +28,16 @@ _ALONE = {
     "NCCL_CUMEM_HOST_ENABLE": "0",
     "NCCL_NVLS_ENABLE": "0",
     "NCCL_P2P_DISABLE": "1",
-    "NCCL_SHM_DISABLE": "1",
     "NCCL_IB_DISABLE": "1",
     "NCCL_NET": "Socket",
     "NCCL_SOCKET_IFNAME": "lo",
     "GLOO_SOCKET_IFNAME": "lo",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
-"""Memory that several processes share on GPUs, or that a network card knows, cannot be checkpointed, so their collectives must do
-without; and a watchdog must not take the time that a snapshot lay on a disk for a collective that hangs."""
+"""Memory that several processes share on GPUs, or that a network card knows, cannot be restored, so their collectives go through
+the host's memory; and a watchdog must not take the time that a snapshot lay on a disk for a collective that hangs."""
+_BETWEEN_GPUS = {name: _ALONE[name] for name in ("NCCL_P2P_DISABLE", "NCCL_NVLS_ENABLE")}
+"""With the opposite of one of these driver 580 checkpoints, and then does not restore."""
 
 Body = Mapping[str, Any]
 """A JSON object: a request's body."""
@@ -94,9 +95,17 @@ class HttpEngine:
         """Environment that makes it another engine: the operator's, and what a capture needs."""
         return {**(_ALONE if self.gpus > 1 else {}), **self.model.engine.env}
 
+    def needed(self) -> Mapping[str, str]:
+        """The part of its environment without which it cannot be captured."""
+        return _BETWEEN_GPUS if self.gpus > 1 and not self.model.engine.gpu.untested else {}
+
     def obstacles(self) -> Sequence[str]:
         """Why it cannot be captured as it is configured, each with its remedy; nothing was started."""
-        return ()
+        return [
+            f"engine.env: {name} is {self.model.engine.env[name]!r}, with which its state cannot be captured; set it to {value!r}"
+            for name, value in self.needed().items()
+            if self.captured and self.model.engine.env.get(name, value) != value
+        ]
 
     def environment(self, private: Path, visible: Sequence[int] = ()) -> dict[str, str]:
         """Its whole environment. What the operator set wins; nothing is inherited from the restorer.

@@ -5,7 +5,7 @@ or its weights be taken apart, so that its GPU state goes into the dump whole.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import httpx
 
@@ -27,12 +27,8 @@ class TensorRtLlm(HttpEngine):
     def settings(self) -> dict[str, str]:
         return {**_NEEDED, **super().settings()} if self.captured else super().settings()
 
-    def obstacles(self) -> Sequence[str]:
-        return [
-            f"engine.env: {name} is {self.model.engine.env[name]!r}, with which its state cannot be captured; set it to {value!r}"
-            for name, value in _NEEDED.items()
-            if self.captured and self.model.engine.env.get(name, value) != value
-        ]
+    def needed(self) -> Mapping[str, str]:
+        return {**_NEEDED, **super().needed()}
 
     async def ask(self, client: httpx.AsyncClient, path: str, body: Body | None = None) -> httpx.Response:
         if self._abilities is None:

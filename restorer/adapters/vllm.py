@@ -39,6 +39,7 @@ class Vllm(HttpEngine):
     On a GPU it is started so that it can sleep, and with a class of ours in its workers (``inside/vllm_weights.py``).
     """
 
+    most_gpus = 2
     EXTENSION = "vllm_weights.RewakeWeights"
     PROTOCOL = 1
 

@@ -20,6 +20,7 @@ import httpx
 
 from policies import compat, drivers, reading
 from policies.manifest import Allocation, GpuState, Manifest, Weights
+from policies.matching import Rule
 from restorer.adapters.engines import HttpEngine
 from restorer.boxes.box import Box
 from restorer.errors import EngineDied, Environment, RestorerError, SnapshotError
@@ -80,8 +81,13 @@ def _may_be_captured(host: Host, engine: HttpEngine) -> None:
     if gpu.count > engine.most_gpus and not gpu.untested:
         raise SnapshotError(
             f"{engine.model.engine.kind} on {gpu.count} GPUs has not been seen to survive a checkpoint (on {engine.most_gpus} it "
-            "has): with driver 580 the kernels of NCCL fail after a restore; it starts cold; engine.gpu.untested: true tries all "
-            "the same, and its rehearsal tells"
+            "has); it starts cold; engine.gpu.untested: true tries all the same, and its rehearsal tells"
+        )
+    linked = host.facts.gpu is not None and host.facts.gpu.topology is not None
+    if gpu.count > 1 and not linked and host.config.matching.rule("gpu.topology") is Rule.EQUAL:
+        raise SnapshotError(
+            "the driver does not tell how this host's GPUs are linked, and a snapshot of an engine on several goes only where "
+            "they are linked alike; see what `nvidia-smi topo -m` says, or set matching.rules.gpu.topology: report"
         )
 
 

@@ -202,10 +202,8 @@ async def _fetch(
             await free()
         async with copying.room(chunk.size):
             data, sent = await copying.catalog.get_chunk(chunk)
-            if blake3(data).digest() != chunk.id:
+            if not await asyncio.to_thread(_put, partial, places[chunk.id], chunk, data):
                 raise _damaged(copying.catalog, chunk, places[chunk.id][0])
-            for place in places[chunk.id]:
-                await asyncio.to_thread(partial.write, place.path, place.offset, data)
         copying.done(chunk, sent=sent)
         came(chunk.size)
         for place in places[chunk.id]:
@@ -214,6 +212,15 @@ async def _fetch(
                 whole(place.path)
 
     await copying.catalog.remote.each(coming.rest, fetch)
+
+
+def _put(partial: Partial, places: Iterable[Place], chunk: Chunk, data: bytes) -> bool:
+    """Put a chunk into its places, if it is what its name says."""
+    if blake3(data).digest() != chunk.id:
+        return False
+    for place in places:
+        partial.write(place.path, place.offset, data)
+    return True
 
 
 def _damaged(catalog: Catalog, chunk: Chunk, place: Place) -> SnapshotError:
@@ -231,7 +238,7 @@ async def _fetch_weights(copying: Copying, store: WeightsStore, weights: Weights
     async def check(part: WeightsPart) -> None:
         async with turn:
             await asyncio.to_thread(store.check, coming.partial.path, part)
-        arrival.whole(weights.digest, part.name)
+        arrival.whole(weights.digest, part)
 
     async def free() -> None:
         while len(checks) >= _BEHIND:
@@ -244,9 +251,8 @@ async def _fetch_weights(copying: Copying, store: WeightsStore, weights: Weights
                 checks.add(task := group.create_task(check(parts[path])))
                 task.add_done_callback(checks.discard)
 
-            for name in parts:
-                if name not in coming.lacking:
-                    whole(name)
+            for name in parts.keys() - coming.lacking.keys():
+                whole(name)
             await _fetch(copying, coming, came=lambda size: arrival.came(size, weights=True), whole=whole, free=free)
     except SnapshotError:
         coming.partial.drop()

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from policies.arrival import patience_s
-from policies.manifest import Manifest, Weights
-from restorer.errors import ArrivalFailed
+from policies.manifest import Manifest, Weights, WeightsPart
+from restorer.errors import ArrivalFailed, RestorerError
 
 
 class Arrival:
@@ -36,6 +36,8 @@ class Arrival:
         self._came, self._began = 0, 0.0
         self._places: dict[str, Path] = {}
         self._parts: dict[tuple[str, str], asyncio.Event] = {}
+        self._behind = 0
+        """Bytes of parts that are not verified."""
         self._ended = asyncio.Event()
         self._fault = ""
         self._task: asyncio.Task[str] | None = None
@@ -61,6 +63,9 @@ class Arrival:
         except TimeoutError:
             self._fault = "it did not come in time; the next pull goes on with it"
             raise
+        except RestorerError as error:
+            self._fault = str(error)
+            raise
         finally:
             self._ended.set()
             for part in self._parts.values():
@@ -72,6 +77,7 @@ class Arrival:
         for weights, folder in sets.items():
             self._places[weights.digest] = folder
             self._parts.update({(weights.digest, part.name): asyncio.Event() for part in weights.parts})
+            self._behind += weights.bytes
 
     def came(self, size: int, *, weights: bool) -> None:
         """So many bytes of content have come over the network."""
@@ -80,9 +86,10 @@ class Arrival:
         self._came += size
         self.left -= size * weights
 
-    def whole(self, digest: str, part: str) -> None:
+    def whole(self, digest: str, part: WeightsPart) -> None:
         """A part is here, and is what its hash says."""
-        self._parts[digest, part].set()
+        self._parts[digest, part.name].set()
+        self._behind -= part.bytes
 
     def publish(self, folder: Path) -> None:
         """All of it is where it belongs; ``folder`` is the snapshot's."""
@@ -125,7 +132,7 @@ class Arrival:
     async def weights(self) -> None:
         """Wait for all parts, as long as a GPU is kept for that. Raises ArrivalFailed."""
         if self._bound is not None and not self._ended.is_set() and not self._bound.expired():
-            when, soon = self._bound.when(), asyncio.get_running_loop().time() + patience_s(self.left)
+            when, soon = self._bound.when(), asyncio.get_running_loop().time() + patience_s(self._behind)
             self._bound.reschedule(soon if when is None else min(when, soon))
         for digest, name in list(self._parts):
             await self.part(digest, name)
@@ -139,7 +146,8 @@ class Arrival:
         """Nobody waits for it any more; what has come stays for the next pull. Idempotent."""
         if self._task is not None:
             self._task.cancel()
-            await asyncio.wait({self._task})
+            # How it failed is known to who waited.
+            await asyncio.gather(self._task, return_exceptions=True)
 
     def _sound(self) -> None:
         if self._fault and self._ended.is_set() and not self.published:

@@ -1,4 +1,4 @@
-"""One of the processes of nccl.py: talking.py WORK RANK PROCESSES PORT GPU. Needs torch.
+"""One of the processes of nccl.py: talking.py WORK RANK PROCESSES PORT. Needs torch, and a GPU for each.
 
 Does its work once, says so, and does it again after each word on stdin: ``part`` before it is checkpointed, ``join`` afterwards.
 An answer is one line of JSON, with ``error`` where the work failed or its result was wrong.
@@ -25,9 +25,9 @@ class Raw:
 
 
 class Talker:
-    def __init__(self, work: str, rank: int, processes: int, port: int, gpu: int) -> None:
+    def __init__(self, work: str, rank: int, processes: int, port: int) -> None:
         self._work, self._rank, self._processes, self._port = work, rank, processes, port
-        self._device = torch.device("cuda", gpu)
+        self._device = torch.device("cuda", rank)
         torch.cuda.set_device(self._device)
         self._given = torch.full((_NUMBERS,), float(rank + 1), device=self._device)
         self._summed = torch.empty_like(self._given)
