@@ -47,7 +47,7 @@ def test_the_floor_of_a_stage_is_what_it_has_to_move(one: Stage, expected: float
 
 
 def test_disk_and_processors_can_work_beside_each_other() -> None:
-    """1 GB from the disk for memory and 1 GB for the canary, which has to be in the page cache: in three seconds the rest is done too."""
+    """1 GB for memory and 1 GB through the page cache for the canary: three seconds, in which the rest is done too."""
     stages = [stage("fill memory", size=GB, cached=0.0), stage("canary", 9.0, size=GB, cached=0.0)]
     assert judged(stages, RATES, canary_s=0.7)[1] == pytest.approx(3.0)
     assert judged(stages, RATES, canary_s=5.0)[1] == pytest.approx(5.25)
