@@ -23,7 +23,7 @@ import uvloop
 from aiohttp import web
 
 from gateway import app as application
-from gateway import logs, metrics, server, settings, tracing, whereabouts
+from gateway import logs, metrics, server, settings, tls, tracing, whereabouts
 from gateway.errors import StoreUnavailable
 from gateway.handover import Line, NoAnswer, listeners, notify
 from gateway.life import Life
@@ -55,6 +55,8 @@ def main(argv: list[str] | None = None) -> int:
         told, line, sockets, metrics_at = _told(argv)
         folder = _metrics_folder(Path(told.config.run_dir))
         tracing.load(told.config)
+        if told.pem is not None:
+            tls.preload()
         _find_itself()
         if os.geteuid() == 0:
             _drop_root(told.config.gateway.user, folder)
@@ -170,9 +172,9 @@ async def _serve(
     try:
         await _first(stop, life.crashed, gateway.link.connected, within_s=_FIRST_LOOK_S)
         for listener in sockets:
-            tls = None if gateway.certificates is None else gateway.certificates.context
-            await web.SockSite(runner, listener, backlog=_BACKLOG, ssl_context=tls).start()
-            print(f"gateway {told.id} listening on {_url(listener, tls is not None)}", file=sys.stderr, flush=True)
+            secured = None if gateway.certificates is None else gateway.certificates.context
+            await web.SockSite(runner, listener, backlog=_BACKLOG, ssl_context=secured).start()
+            print(f"gateway {told.id} listening on {_url(listener, secured is not None)}", file=sys.stderr, flush=True)
         if metrics_at is not None:
             await scraping.start(metrics_at)
         if line is not None:

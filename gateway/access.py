@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from json.encoder import encode_basestring_ascii
 from typing import Final
 
 import msgspec
@@ -72,11 +73,13 @@ class Log:
         self._whole = _WHOLE_FILE if stat.S_ISREG(os.fstat(out).st_mode) else _WHOLE
         self._on = current.config.gateway.access_log
         self._common: dict[_Common, str] = {}
+        self._last: Trail | None = None
+        self._last_common = ""
         self._second = self._millisecond = -1
         """Since the epoch, of the last line; requests that end together share their texts."""
         self._to_the_second = self._begun = ""
-        self._waiting: deque[bytes] = deque()
-        """Pieces of whole lines."""
+        self._waiting: deque[tuple[bytes, int]] = deque()
+        """Pieces of so many whole lines."""
         self._taken = self._written = 0
         """Lines. Each is one thread's to count: the difference is what waits."""
         self._dropped = 0
@@ -107,7 +110,7 @@ class Log:
             except Exception as error:  # one request's must not become another's
                 logs.error("bug", error, request_id=trail.id)
         self._taken += len(lines)
-        self._waiting.append("".join(lines).encode())
+        self._waiting.append(("".join(lines).encode(), len(lines)))
         if not self._told:
             self._told = True
             self._some.set()
@@ -138,9 +141,9 @@ class Log:
 
     def _drain(self) -> None:
         while self._waiting:
-            lines = self._next()
+            lines, number = self._next()
             self._put(lines)
-            self._written += lines.count(b"\n")
+            self._written += number
         lost = self._dropped - self._said
         if lost:
             self._said += lost
@@ -149,14 +152,15 @@ class Log:
             said = {"time": f"{_to_the_second(second)}.{rest:03d}Z", "event": "access log lines lost", "lines": lost}
             self._put(_ENCODER.encode(said) + b"\n")
 
-    def _next(self) -> bytes:
-        """Some of what waits, as much as makes a write that is worth it."""
-        pieces = [self._waiting.popleft()]
-        size = len(pieces[0])
-        while self._waiting and size + len(self._waiting[0]) <= self._whole:
-            pieces.append(self._waiting.popleft())
-            size += len(pieces[-1])
-        return b"".join(pieces)
+    def _next(self) -> tuple[bytes, int]:
+        """Some of what waits, as much as makes a write that is worth it; and how many lines it is."""
+        piece, number = self._waiting.popleft()
+        pieces, size = [piece], len(piece)
+        while self._waiting and size + len(self._waiting[0][0]) <= self._whole:
+            piece, more = self._waiting.popleft()
+            pieces.append(piece)
+            size, number = size + len(piece), number + more
+        return b"".join(pieces), number
 
     def _put(self, lines: bytes) -> None:
         """Write whole lines, as many at once as go in in one piece."""
@@ -173,7 +177,7 @@ class Log:
         millisecond = int((trail.ended or self._wall()) * 1000)
         if millisecond != self._millisecond:
             self._now_is(millisecond)
-        id = _ENCODER.encode(trail.id).decode()  # the client may have chosen it
+        id = encode_basestring_ascii(trail.id)  # the client may have chosen it
         waited = _short(trail.waited_s) if trail.waited_s else "0.0"
         duration = _short(trail.seconds)
         if trail.first_byte_s is None:
@@ -199,7 +203,13 @@ class Log:
         self._begun = f'{{"time":"{stamp}","request_id":'
 
     def _shared(self, trail: Trail) -> str:
-        """The fields that it has in common with many others, as text."""
+        """The fields that it has in common with many others, as text; most with the one before."""
+        if self._last is not None and _alike(self._last, trail):
+            return self._last_common
+        self._last, self._last_common = trail, self._looked_up(trail)
+        return self._last_common
+
+    def _looked_up(self, trail: Trail) -> str:
         common = (
             trail.client,
             trail.tenant,
@@ -229,6 +239,25 @@ _COMMON = (
     *("start", "replica", "incarnation", "retries"),
 )
 _Common = tuple[str, str, str, str, str | None, bool, int, str, str, str, str, str, int]
+
+
+def _alike(one: Trail, other: Trail) -> bool:
+    """They have the same in common with others."""
+    return (
+        one.status == other.status
+        and one.stream == other.stream
+        and one.retries == other.retries
+        and one.client == other.client
+        and one.tenant == other.tenant
+        and one.method == other.method
+        and one.route == other.route
+        and one.model == other.model
+        and one.code == other.code
+        and one.phase == other.phase
+        and one.start == other.start
+        and one.replica == other.replica
+        and one.incarnation == other.incarnation
+    )
 
 
 def _short(seconds: float) -> str:

@@ -18,6 +18,7 @@ from gateway.link import Link
 from gateway.metrics import Metrics
 from gateway.registry import Registry
 from gateway.report import Reporter
+from gateway.tls import Certificates
 from policies.replica import State
 from policies.tenancy import key_hash
 
@@ -41,6 +42,7 @@ class Gauges:
         hosts: Hosts,
         metrics: Metrics,
         authorize: Callable[[Call], None],
+        certificates: Certificates | None,
     ) -> None:
         self._current = current
         self._ledger = ledger
@@ -50,6 +52,7 @@ class Gauges:
         self._hosts = hosts
         self._metrics = metrics
         self._admin = authorize
+        self._certificates = certificates
         self._arrivals: dict[str, int] = {}
 
     async def run(self) -> None:
@@ -111,6 +114,7 @@ class Gauges:
         )
         self._metrics.store_connected.set(self._link.connected.is_set())
         self._metrics.gateways.set(self._reporter.gateways)
+        self._metrics.certificate_expires.set(0.0 if self._certificates is None else self._certificates.ends)
 
     def _observe_expiry(self) -> None:
         """When each model would be parked if nothing more came."""

@@ -16,7 +16,7 @@ from typing import Final
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 
 from gateway.exchange import Reply
-from gateway.exemplars import Bucket, Exemplars
+from gateway.exemplars import Exemplars
 from gateway.exposition import Source, render
 from gateway.shared import Shared
 from gateway.trail import Trail
@@ -34,6 +34,8 @@ _FIRST_BYTE: Final = "rewake_time_to_first_byte_seconds"
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 _BOUNDS: Final = tuple(map(float, SECONDS))
+_NAMES: Final = (*map(str, _BOUNDS), "+Inf")
+"""Of the buckets, as they are shown."""
 Labels = tuple[str, str | None, str, int, str]
 """Tenant, model, route, status, start: what requests that have ended are counted by."""
 
@@ -175,9 +177,8 @@ class Metrics:
         """Name the request's trace in its bucket of a histogram whose labels are the model and one more."""
         if trail.trace is None:
             return
-        labels, at = (self.model(trail.model), label), _bucket(seconds)
-        bound = str(_BOUNDS[at]) if at < len(_BOUNDS) else "+Inf"
-        self._exemplars.note(Bucket(series, labels, bound), trail.trace.id, seconds, time.time())
+        labels, bound = (self.model(trail.model), label), _NAMES[_bucket(seconds)]
+        self._exemplars.note((series, labels, bound), trail.trace.id, seconds, time.time())
 
     def waited(self, trail: Trail, outcome: str, seconds: float) -> None:
         """Count how long a request was held, and how that ended."""
@@ -320,6 +321,9 @@ class Metrics:
             "config_last_reload_success_timestamp_seconds", "When it was last read.", mode="livemin"
         )
         self.reloaded(True)
+        self.certificate_expires = self._gauge(
+            "certificate_expires_at_timestamp_seconds", "When the server's certificate ends; 0: it has none.", mode="livemin"
+        )
         self.store_connected = self._gauge("store_connected", "1 while the store answers.", mode="livemin")
         self.gateways = self._gauge("gateways", "Gateway workers, over all hosts.", mode="livemax")
         self.spans = self._counter("spans", "Spans of traces, by what became of them.", ["result"])

@@ -20,7 +20,6 @@ from opentelemetry.sdk.resources import Resource
 from gateway import logs, spanwire
 from gateway.version import version
 from policies.observing import Tracing
-from policies.tracing import Span
 
 _GATHER_S = 2.0
 _BATCH = 512
@@ -60,7 +59,7 @@ class Sender:
         self._session = requests.Session()
         self._session.headers.update({"Content-Type": "application/x-protobuf", **settings.headers})
         self._verify = next((os.environ[name] for name in _CERTIFICATES if os.environ.get(name)), None)
-        self._waiting: deque[Callable[[], Iterable[Span]]] = deque()
+        self._waiting: deque[Callable[[], Iterable[bytes]]] = deque()
         self._some = threading.Event()
         self._ending = threading.Event()
         self._failing = False
@@ -70,7 +69,7 @@ class Sender:
     def start(self) -> None:
         self._thread.start()
 
-    def put(self, spans: Callable[[], Iterable[Span]]) -> None:
+    def put(self, spans: Callable[[], Iterable[bytes]]) -> None:
         """Take in what is to be sent."""
         if len(self._waiting) >= self._bound:
             self._report("dropped", 1)
@@ -94,12 +93,21 @@ class Sender:
             self._some.clear()
             batch: list[bytes] = []
             while self._waiting:
-                batch += map(spanwire.span, self._waiting.popleft()())
+                batch += self._made(self._waiting.popleft())
                 if len(batch) >= _BATCH:
                     self._send(batch)
                     batch = []
             if batch:
                 self._send(batch)
+
+    def _made(self, spans: Callable[[], Iterable[bytes]]) -> Sequence[bytes]:
+        """What is to be sent; one that cannot be made must not end the thread."""
+        try:
+            return tuple(spans())
+        except Exception as error:
+            logs.error("bug", error)
+            self._report("failed", 1)
+            return ()
 
     def _send(self, batch: Sequence[bytes]) -> None:
         data, reason = spanwire.request(self._resource, "rewake", version(), batch), ""

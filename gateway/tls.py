@@ -6,6 +6,7 @@ where they are kept.
 
 from __future__ import annotations
 
+import importlib
 import os
 import ssl
 from dataclasses import dataclass, field
@@ -15,6 +16,11 @@ from gateway import errors
 
 _PLAIN = ("HTTP_REQUEST", "HTTPS_PROXY_REQUEST")
 """What OpenSSL says of a handshake that began with an HTTP method."""
+
+
+def preload() -> None:
+    """Load what reads a certificate's dates: it may lie where only root can read. Only where there is one, for its size."""
+    importlib.import_module("cryptography.x509")
 
 
 class CertificateError(Exception):
@@ -38,6 +44,8 @@ class Certificates:
 
     def __init__(self, pem: Pem) -> None:
         self.pem = pem
+        self.ends = _ends(pem)
+        """Seconds since the epoch; 0: it is not known."""
         self._current = _context(pem)
         self.context = _context(pem)
         """What a listening socket is given; every handshake on it moves to the pair in force."""
@@ -50,7 +58,7 @@ class Certificates:
             CertificateError: it is not usable, and the old one stays.
         """
         self._current = _context(pem)
-        self.pem = pem
+        self.pem, self.ends = pem, _ends(pem)
 
     def _choose(self, connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
         """Called in every handshake, also when the client names no server."""
@@ -111,6 +119,15 @@ def _context(pem: Pem) -> ssl.SSLContext:
         for fd in files:
             os.close(fd)
     return context
+
+
+def _ends(pem: Pem) -> float:
+    """When the server's own certificate does."""
+    x509 = importlib.import_module("cryptography.x509")
+    try:
+        return float(x509.load_pem_x509_certificates(pem.certificate.encode())[0].not_valid_after_utc.timestamp())
+    except ValueError:  # OpenSSL may take what this does not
+        return 0.0
 
 
 def _in_memory(text: str) -> int:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
-from gateway import logs, whereabouts
+from gateway import logs, spanwire, whereabouts
 from gateway.errors import StoreUnavailable
 from gateway.sampling import Sampler
 from gateway.trail import Trace, Trail
@@ -35,6 +35,8 @@ _PERIOD_S = 1.0
 _BATCH = 500
 _MAX_ASKED = 64
 _SECOND_NS = 1_000_000_000
+_ODD = 1 << 256 | 1 << 192 | 1 << 128 | 1
+"""Three ids of spans and one of a trace, next to each other: none of them is 0, which would be no id."""
 
 
 class Missing(Exception):
@@ -44,8 +46,8 @@ class Missing(Exception):
 class Outlet(Protocol):
     """Where finished requests and spans go; never waits."""
 
-    def put(self, spans: Callable[[], Iterable[Span]]) -> None:
-        """Send these, made when it suits; dropped when too many wait."""
+    def put(self, spans: Callable[[], Iterable[bytes]]) -> None:
+        """Send these, as :mod:`gateway.spanwire` writes them; made when it suits, dropped when too many wait."""
 
     def start(self) -> None: ...
 
@@ -165,7 +167,7 @@ class Tracer:
         found = self._asked.pop(operation.trace, None)
         if found is not None and created:
             span = _operation(operation, *found)
-            self._out.put(lambda: [span])
+            self._out.put(_constant((span,)))
 
     async def run(self, source: Source) -> None:
         """Send what restorers leave in the store, until cancelled. Several gateways share it."""
@@ -186,24 +188,26 @@ class Tracer:
         self._out.close()
 
     def _new(self, parent: Context | None) -> Trace:
-        trace = f"{self._random.getrandbits(128) or 1:032x}" if parent is None else parent.trace
-        return Trace(Context(trace, self._span_id()), parent, self._span_id(), self._span_id())
+        # One draw for all ids.
+        drawn = f"{self._random.getrandbits(320) | _ODD:080x}"
+        trace = drawn[48:] if parent is None else parent.trace
+        return Trace(Context(trace, drawn[:16]), parent, drawn[16:32], drawn[32:48])
 
     def _span_id(self) -> str:
         return f"{self._random.getrandbits(64) or 1:016x}"
 
 
-def _constant(spans: Sequence[Span]) -> Callable[[], Sequence[Span]]:
-    return lambda: spans
+def _constant(spans: Sequence[Span]) -> Callable[[], Iterable[bytes]]:
+    return lambda: map(spanwire.span, spans)
 
 
-def _request(trail: Trail, address: tuple[str, int]) -> Iterator[Span]:
+def _request(trail: Trail, address: tuple[str, int]) -> Iterator[bytes]:
     """Its own span, that of its being held, and that of its being answered by a replica."""
     trace, now, now_ns = trail.trace, trail.since + trail.seconds, int(trail.ended * _SECOND_NS)
     assert trace is not None
     begun_ns = now_ns - int(trail.seconds * _SECOND_NS)
     facts, events, asked = _facts(trail), _events(trail, begun_ns), _asked(trail)
-    yield Span(
+    yield spanwire.written(
         name=f"{trail.method} {trail.route}",
         context=trace.own,
         parent=trace.parent,
@@ -231,7 +235,7 @@ def _request(trail: Trail, address: tuple[str, int]) -> Iterator[Span]:
 
     if trace.held_at is not None:
         until = trace.sent_at if trace.sent_at is not None else now
-        yield Span(
+        yield spanwire.written(
             name="hold",
             context=Context(trace.id, trace.hold),
             parent=trace.own,
@@ -243,7 +247,7 @@ def _request(trail: Trail, address: tuple[str, int]) -> Iterator[Span]:
         )
     if trace.sent_at is not None:
         host, port, engine = trace.peer
-        yield Span(
+        yield spanwire.written(
             name=f"{asked.get('gen_ai.operation.name', 'request')} {trail.model}",
             context=Context(trace.id, trace.asking),
             parent=trace.own,

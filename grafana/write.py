@@ -1,4 +1,5 @@
-"""``python -m grafana.write``: writes ``dashboards/*.json`` out of the code; with ``--check`` it only says which are stale.
+"""``python -m grafana.write``: writes ``dashboards/*.json`` out of the code, and the alert rules once more as Kubernetes takes
+them; with ``--check`` it only says which are stale.
 
 Which dashboards there are stands here; what is on them is the other modules'.
 """
@@ -6,6 +7,7 @@ Which dashboards there are stands here; what is on them is the other modules'.
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,35 +25,44 @@ BOARDS: Mapping[str, Callable[[], Any]] = {
     "gpu": hosts.gpu,
 }
 """By the name of the file."""
-FOLDER = Path(__file__).parent / "dashboards"
+ROOT = Path(__file__).parents[1]
+_RULE = """# Made of grafana/alerts.yaml by `make dashboards`: mend it there.
+apiVersion: monitoring.coreos.com/v1
+kind: PrometheusRule
+metadata: {name: rewake}
+spec:
+"""
 
 
 def files() -> Mapping[str, str]:
-    """Name -> what it shall hold."""
+    """Path within the project -> what it shall hold."""
     encoder = JSONEncoder(sort_keys=True, indent=2)
-    return {f"{name}.json": encoder.encode(made()) + "\n" for name, made in BOARDS.items()}
+    boards = {f"grafana/dashboards/{name}.json": encoder.encode(made()) + "\n" for name, made in BOARDS.items()}
+    alerts = (ROOT / "grafana/alerts.yaml").read_text()
+    return {**boards, "deploy/kubernetes/monitoring/rules.yaml": _RULE + textwrap.indent(alerts, "  ")}
 
 
 def stale() -> list[str]:
-    """Names of files that are not what the code says."""
-    wanted, there = files(), {path.name: path.read_text() for path in FOLDER.glob("*.json")}
-    return sorted(name for name in {*wanted, *there} if wanted.get(name) != there.get(name))
+    """Files that are not what the code says, by their paths."""
+    wanted = files()
+    there = {*wanted, *(str(path.relative_to(ROOT)) for path in ROOT.glob("grafana/dashboards/*.json"))}
+    return sorted(path for path in there if not (ROOT / path).exists() or (ROOT / path).read_text() != wanted.get(path))
 
 
 def main() -> int:
     """Write, or check."""
     changed = stale()
     if "--check" in sys.argv:
-        print("\n".join(f"grafana/dashboards/{name} is stale: run `make dashboards`" for name in changed))
+        print("\n".join(f"{path} is stale: run `make dashboards`" for path in changed))
         return bool(changed)
-    FOLDER.mkdir(exist_ok=True)
     wanted = files()
-    for name in changed:
-        if name in wanted:
-            (FOLDER / name).write_text(wanted[name])
+    for path in changed:
+        (ROOT / path).parent.mkdir(exist_ok=True)
+        if path in wanted:
+            (ROOT / path).write_text(wanted[path])
         else:
-            (FOLDER / name).unlink()
-        print(f"grafana/dashboards/{name}")
+            (ROOT / path).unlink()
+        print(path)
     return 0
 
 

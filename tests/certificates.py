@@ -36,8 +36,8 @@ class Pair:
         return ssl.create_default_context(cafile=str(self.certificate))
 
 
-def make(folder: Path, name: str, *, kind: str = "ec") -> Pair:
-    """A certificate for localhost and 127.0.0.1; ``kind``: ``ec`` or ``rsa``."""
+def make(folder: Path, name: str, *, kind: str = "ec", days: int = 2) -> Pair:
+    """A certificate for localhost and 127.0.0.1; ``kind``: ``ec`` or ``rsa``; ``days``: how long it is valid."""
     program = shutil.which("openssl")
     if program is None:
         (pytest.fail if os.environ.get("CI") else pytest.skip)("needs openssl")
@@ -45,6 +45,6 @@ def make(folder: Path, name: str, *, kind: str = "ec") -> Pair:
     key = ["ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"] if kind == "ec" else ["rsa:2048"]
     names = ["-subj", f"/CN={name}", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
     files = ["-keyout", str(pair.key), "-out", str(pair.certificate)]
-    argv = [program, "req", "-x509", "-nodes", "-days", "2", "-newkey", *key, *names, *files]
+    argv = [program, "req", "-x509", "-nodes", "-days", str(days), "-newkey", *key, *names, *files]
     subprocess.run(argv, check=True, capture_output=True, timeout=30)
     return pair

@@ -18,7 +18,7 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
-from cloudcoil.models.prometheus_operator.v1 import ServiceMonitor
+from cloudcoil.models.prometheus_operator.v1 import PrometheusRule, ServiceMonitor
 from compose_spec import PyCompose
 from conftest import require_root
 
@@ -325,7 +325,7 @@ def test_resources_are_what_kubernetes_takes(resource: dict[str, Any]) -> None:
 def test_what_kustomize_builds_is_whole(folder: str) -> None:
     objects = built(folder)
     for each in objects:
-        if each["kind"] != "ServiceMonitor":
+        if not each["apiVersion"].startswith("monitoring.coreos.com/"):
             kubernetes_validate.validate(each, KUBERNETES, strict=True)
         assert each["kind"] == "Namespace" or each["metadata"]["namespace"] == "rewake"
     there = {(each["kind"], each["metadata"]["name"]) for each in objects}
@@ -339,8 +339,14 @@ def test_what_kustomize_builds_is_whole(folder: str) -> None:
         assert all(image.startswith("registry.example.org/") for image in images)
 
 
+def test_the_alert_rules_fit_their_resource_definition_and_are_those_of_prometheus() -> None:
+    [document] = [one for one in resources("monitoring") if one["kind"] == "PrometheusRule"]
+    assert PrometheusRule.model_validate(document).spec is not None
+    assert document["spec"] == yaml.safe_load((ROOT / "grafana/alerts.yaml").read_text())
+
+
 def test_the_service_monitor_fits_its_resource_definition() -> None:
-    document = resources("monitoring")[0]
+    [document] = [one for one in resources("monitoring") if one["kind"] == "ServiceMonitor"]
     read = ServiceMonitor.model_validate(document)
     # What is no field of it would be lost on the way.
     assert read.model_dump(by_alias=True, exclude_unset=True, mode="json") == document

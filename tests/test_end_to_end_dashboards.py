@@ -10,7 +10,9 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +21,7 @@ from pathlib import Path
 import httpx
 import pytest
 import yaml
+from certificates import make
 from e2e_installation import (
     PROMPT,
     ROOT,
@@ -53,6 +56,8 @@ WRAPPER = """#!/bin/sh
 while [ -e {folder}/hold-before-$1 ]; do sleep 0.05; done
 exec {criu} "$@"
 """
+APART = "RewakeCertificateExpires"
+"""Provoked with a gateway of its own: the installation here speaks plain HTTP."""
 ALERTS = [rule for group in yaml.safe_load((ROOT / "grafana/alerts.yaml").read_text())["groups"] for rule in group["rules"]]
 
 
@@ -368,9 +373,33 @@ def test_a_store_that_hangs(system: Dashboards, watch: Prometheus) -> None:
     ends(watch, "RewakeStoreUnreachable")
 
 
+def test_a_certificate_that_ends_soon() -> None:
+    """A gateway by itself, which speaks TLS and needs no store for that: a renewed certificate ends it, without a reload."""
+    with a_place("dash-tls") as folder, contextlib.ExitStack() as stack:
+        pair, renewed = make(folder, "own", days=2), make(folder, "renewed", days=90)
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            metrics = f"127.0.0.1:{probe.getsockname()[1]}"
+        folder.chmod(0o755)
+        gateway = {"port": 0, "user": "daemon", "tls": {"certificate": str(pair.certificate), "key": str(pair.key)}}
+        models = {"m": {"engine": {"kind": "http", "command": ["/bin/true"]}}}
+        config = {"models": models, "gateway": gateway, "metrics": {"address": metrics}, "run_dir": str(folder / "run")}
+        (folder / "rewake.yaml").write_text(yaml.safe_dump(config))
+        (folder / "token").write_text("token")
+        argv = [sys.executable, "-m", "gateway", "--config", str(folder / "rewake.yaml"), "--store", f"unix://{folder}/none"]
+        log = stack.enter_context((folder / "gateway.log").open("wb"))
+        process = subprocess.Popen([*argv, "--admin-token-file", str(folder / "token")], cwd=ROOT, stdout=log, stderr=log)
+        stack.callback(process.wait, 30)
+        stack.callback(process.terminate)
+        (folder / "prometheus").mkdir()
+        watch = stack.enter_context(prometheus(folder / "prometheus", metrics))
+        fires(watch, APART)
+        pair.install(renewed)
+        ends(watch, APART)
+
+
 def test_every_alert_was_provoked_and_in_the_end_all_is_well(system: Dashboards, watch: Prometheus) -> None:
     provoked = {one["metric"]["alertname"] for one in watch.query('max_over_time(ALERTS{alertstate="firing"}[1h])')}
-    assert provoked == {rule["alert"] for rule in ALERTS}
+    assert provoked | {APART} == {rule["alert"] for rule in ALERTS}
     eventually(lambda: system.ask("base") == 200, "requests to be served", WAIT_S)
     eventually(lambda: not watch.firing(), f"silence; firing: {watch.firing()}", WAIT_S)
     system.park("base")

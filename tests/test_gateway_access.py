@@ -150,7 +150,7 @@ def test_every_value_is_told_as_json_says_it(
     with open(os.devnull, "wb") as nowhere:
         log = access.Log(current(), nowhere.fileno())
         log.write((trail(**facts),))
-        line = json.loads(log._waiting.pop())
+        line = json.loads(log._waiting.pop()[0])
     assert (line["request_id"], line["code"]) == (id, code)
     assert tuple(line[name] for name in names) == numbers
     assert line["duration_s"] == int(seconds * 10_000 + 0.5) / 10_000
@@ -158,12 +158,27 @@ def test_every_value_is_told_as_json_says_it(
     assert abs(told - int(wall * 1000) / 1000) < 0.0005
 
 
+def test_a_line_is_not_taken_for_the_one_before_it() -> None:
+    """Each fact by itself makes it another."""
+    others: dict[str, Any] = {name: "x" for name in ("client", "tenant", "method", "route", "model", "code", "phase", "start")}
+    others |= {"replica": "x", "incarnation": "x", "stream": True, "status": 200, "retries": 1}
+    with open(os.devnull, "wb") as nowhere:
+        log = access.Log(current(), nowhere.fileno())
+        log.write([each for name, value in others.items() for each in (trail(), trail(**{name: value}))])
+        lines = [json.loads(line) for line in log._waiting.pop()[0].splitlines()]
+    plain = lines[0]
+    for (name, value), same, other in zip(others.items(), lines[::2], lines[1::2], strict=True):
+        assert same == plain | {"time": same["time"]}
+        assert other == plain | {"time": other["time"], name: value}
+    assert set(others) == set(access._COMMON)
+
+
 def test_what_lines_have_in_common_is_kept_for_a_bounded_number_of_clients() -> None:
     with open(os.devnull, "wb") as nowhere:
         log = access.Log(current(), nowhere.fileno())
         for number in range(3000):
             log.write((trail(client=f"client-{number}"),))
-        lines = [json.loads(line) for line in b"".join(log._waiting).splitlines()]
+        lines = [json.loads(line) for line in b"".join(piece for piece, _ in log._waiting).splitlines()]
         assert [line["client"] for line in lines] == [f"client-{number}" for number in range(3000)]
         assert len(log._common) <= 1024
 
@@ -227,7 +242,7 @@ def test_one_that_cannot_be_told_costs_no_other_its_line(caplog: pytest.LogCaptu
     with open(os.devnull, "wb") as nowhere:
         log = access.Log(current(), nowhere.fileno())
         log.write((trail(id="r1"), trail(id="r2", seconds=float("nan")), trail(id="r3")))
-        assert [json.loads(line)["request_id"] for line in log._waiting.pop().splitlines()] == ["r1", "r3"]
+        assert [json.loads(line)["request_id"] for line in log._waiting.pop()[0].splitlines()] == ["r1", "r3"]
     assert "r2" in str([record.__dict__ for record in caplog.records])
 
 

@@ -8,6 +8,7 @@ import json
 import re
 import ssl
 import subprocess
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -89,6 +90,18 @@ async def test_a_pair_that_cannot_be_used_says_why_and_leaves_the_old_one(tmp_pa
                 certificates.replace(bad)
             assert await seen(port) == old.der
     assert certificates.pem == pem(old)
+
+
+def test_it_says_when_the_one_in_force_ends(tmp_path: Path) -> None:
+    old, new = make(tmp_path, "old", days=2), make(tmp_path, "new", days=90)
+    now = time.time()
+    certificates = Certificates(pem(old))
+    assert certificates.ends == pytest.approx(now + 2 * 86400, abs=300)
+    with pytest.raises(CertificateError):
+        certificates.replace(Pem(pem(new).certificate, pem(old).key))
+    assert certificates.ends == pytest.approx(now + 2 * 86400, abs=300)
+    certificates.replace(pem(new))
+    assert certificates.ends == pytest.approx(now + 90 * 86400, abs=300)
 
 
 def test_an_encrypted_key_is_refused_instead_of_asking_the_terminal(tmp_path: Path) -> None:

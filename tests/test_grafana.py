@@ -70,6 +70,7 @@ def test_dashboards_show_nearly_all_there_is() -> None:
     families = {re.sub(r"_(bucket|sum|count)$", "", name) for name in known()}
     left_out = families - {re.sub(r"_(bucket|sum|count)$", "", name) for name in shown}
     assert left_out == {
+        "rewake_certificate_expires_at_timestamp_seconds",
         "rewake_config_last_reload_success_timestamp_seconds",
         "rewake_host_capable",
         "rewake_host_replicas",

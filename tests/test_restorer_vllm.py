@@ -62,7 +62,9 @@ def test_what_a_capture_needs_is_added_behind_the_operators_command() -> None:
     assert environment["VLLM_SERVER_DEV_MODE"] == "1"
     assert environment["PYTHONPATH"] == str(INSIDE)
     assert (environment["CUDA_DEVICE_ORDER"], environment["CUDA_VISIBLE_DEVICES"]) == ("PCI_BUS_ID", "3")
-    assert engine.settings() == {"VLLM_SERVER_DEV_MODE": "1"}
+    assert engine.settings() == {"VLLM_SERVER_DEV_MODE": "1", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    own = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}
+    assert adapter("m", model(env=own)).settings()["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:64"
 
 
 def test_nothing_is_added_that_is_there_already_and_what_the_operator_set_stays() -> None:
