@@ -135,6 +135,8 @@ async def test_everything_else_is_here_and_verified_before_the_weights_and_nothi
         assert not task.done()
         assert folder.is_dir(), "nothing is renamed while somebody uses it"
         assert list(there.snapshots.list()) == []
+        assert (arrival.rest.left, arrival.rest.behind) == (0, 0)
+        assert min(arrival.rest.came, arrival.rest.checked) > 0
     await arrival.all()
     assert await task == ""
     assert (arrival.folder, arrival.published, arrival.left) == (there.snapshots.folder(manifest.id), True, 0)
