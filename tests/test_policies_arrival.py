@@ -36,7 +36,8 @@ def rest(**changes: Any) -> Rest:
     ],
     ids=[
         "in time", "the last part must be verified too", "the network is too slow", "the disk is behind",
-        "the disk has caught up", "hardly anything is to come and much to be verified", "all is here", "nothing has come", "nothing was verified",
+        "the disk has caught up", "hardly anything is to come and much to be verified", "all is here",
+        "nothing has come", "nothing was verified",
         "not measured",
     ],
 )  # fmt: skip
