@@ -28,7 +28,7 @@ class Rates(BaseModel):
     disk: float
     """From the disk past the page cache, with as many readers as are fastest, over a second and more."""
     disk_cached: float
-    """From the disk through the page cache, with one reader."""
+    """The same through the page cache, where mapped files have to be."""
     cache: float
     """From the page cache into fresh memory, on all processors."""
     fill: float
@@ -132,7 +132,7 @@ def _gpu(stage: Stage, rates: Rates, *_: float) -> _Work:
 
 def _canary(stage: Stage, rates: Rates, cold: float, canary_s: float) -> _Work:
     """Its bytes are those of mapped files, which it can use where they lie. One that is faster than ever refutes that bound."""
-    return _Work(cold / rates.disk, min(canary_s, stage.seconds or canary_s))
+    return _Work(cold / rates.disk_cached, min(canary_s, stage.seconds or canary_s))
 
 
 _KINDS: Mapping[str, Callable[[Stage, Rates, float, float], _Work]] = {

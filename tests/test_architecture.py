@@ -8,6 +8,7 @@ import inspect
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -87,6 +88,11 @@ def test_what_is_compiled_has_no_class_whose_annotations_are_read(path: Path) ->
     """mypyc keeps of ``bool | None`` only ``type``, so msgspec and pydantic would read something else."""
     classes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)]
     assert not {ast.unparse(base) for node in classes for base in node.bases} & {"msgspec.Struct", "Struct", "BaseModel"}
+
+
+def test_every_folder_is_installed() -> None:
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    assert sorted(packages) == [folder.replace("/", ".") for folder in FOLDERS]
 
 
 def test_the_layers_are_kept() -> None:

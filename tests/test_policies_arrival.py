@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,33 +11,58 @@ from test_policies_floor import GB, RATES
 from test_restorer_snapshots import draft
 
 from policies import floor
-from policies.arrival import begin, patience_s
+from policies.arrival import Rest, begin, patience_s
 from policies.manifest import GpuState
 
 
+def rest(**changes: Any) -> Rest:
+    """2 GB are to come within two seconds, and are verified a moment later."""
+    return Rest(**{"left": 2 * GB, "came": 1.0 * GB, "behind": 2 * GB, "part": GB // 10, "checked": 10.0 * GB, **changes})
+
+
 @pytest.mark.parametrize(
-    ("left", "rate", "lead_s", "on"),
+    ("changes", "lead_s", "on"),
     [
-        (2 * GB, 1 * GB, 2.0, True),
-        (2 * GB + 1, 1 * GB, 2.0, False),
-        (0, 1 * GB, 0.0, True),
-        (1, 0.0, 5.0, False),
-        (1, 1 * GB, None, False),
+        ({}, 2.02, True),
+        ({}, 2.0, False),
+        ({"came": 0.9 * GB}, 2.02, False),
+        ({"left": 0, "behind": 8 * GB, "checked": 2.0 * GB}, 3.9, False),
+        ({"left": 0, "behind": 8 * GB, "checked": 2.0 * GB}, 4.0, True),
+        ({"left": GB // 5, "behind": 8 * GB, "checked": 2.0 * GB}, 0.75, False),
+        ({"left": 0, "behind": 0, "came": 0.0}, 0.0, True),
+        ({"came": 0.0}, 1e9, False),
+        ({"checked": 0.0}, 1e9, False),
+        ({}, None, False),
     ],
-    ids=["in time", "a GPU would wait", "all has come", "nothing has come", "not measured"],
-)
-def test_it_begins_when_the_rest_comes_before_it_is_wanted(left: int, rate: float, lead_s: float | None, on: bool) -> None:
-    assert begin(left, rate=rate, lead_s=lead_s).on is on
+    ids=[
+        "in time", "the last part must be verified too", "the network is too slow", "the disk is behind",
+        "the disk has caught up", "hardly anything is to come and much to be verified", "all is here",
+        "nothing has come", "nothing was verified",
+        "not measured",
+    ],
+)  # fmt: skip
+def test_it_begins_when_the_rest_is_here_and_verified_before_it_is_wanted(
+    changes: dict[str, Any], lead_s: float | None, on: bool
+) -> None:
+    assert begin(rest(**changes), lead_s=lead_s).on is on
 
 
 def test_the_reason_has_the_numbers() -> None:
-    assert begin(GB, rate=2.0 * GB, lead_s=0.9).why == "1000.0 MB are left, 0.50 s at 2000 MB/s; weights are wanted after 0.90 s"
+    assert begin(rest(), lead_s=0.9).why == (
+        "2000 MB were left, at 1000 MB/s, and 2000 MB not verified, at 10000 MB/s: 2.01 s; weights are wanted after 0.90 s"
+    )
 
 
-@given(st.integers(0, 10**13), st.floats(0.0, 1e12), st.floats(0.0, 1e4))
-def test_a_gpu_is_never_taken_for_longer_than_a_restore_needs_it(left: int, rate: float, lead_s: float) -> None:
-    if begin(left, rate=rate, lead_s=lead_s).on:
-        assert left <= lead_s * rate * (1 + 1e-9)
+_COUNTS, _RATES = st.integers(0, 10**13), st.floats(0.0, 1e12)
+
+
+@given(_COUNTS, _RATES, _COUNTS, _RATES, st.floats(0.0, 1e4))
+def test_a_gpu_is_never_taken_for_longer_than_a_restore_needs_it(
+    left: int, came: float, behind: int, checked: float, lead_s: float
+) -> None:
+    if begin(Rest(left=left, came=came, behind=behind, part=GB, checked=checked), lead_s=lead_s).on:
+        assert left <= lead_s * came * (1 + 1e-9)
+        assert behind <= lead_s * checked * (1 + 1e-9)
 
 
 def test_a_slow_rest_is_waited_for_and_one_that_stalls_is_not() -> None:

@@ -135,6 +135,8 @@ async def test_everything_else_is_here_and_verified_before_the_weights_and_nothi
         assert not task.done()
         assert folder.is_dir(), "nothing is renamed while somebody uses it"
         assert list(there.snapshots.list()) == []
+        assert (arrival.rest.left, arrival.rest.behind) == (0, 0)
+        assert min(arrival.rest.came, arrival.rest.checked) > 0
     await arrival.all()
     assert await task == ""
     assert (arrival.folder, arrival.published, arrival.left) == (there.snapshots.folder(manifest.id), True, 0)
@@ -286,6 +288,28 @@ async def test_a_part_that_is_not_what_its_hash_says_is_never_handed_on(
     monkeypatch.undo()
     await there.pull(catalog, manifest.id)
     assert list(there.weights.verify([weights], full=True)) == []
+
+
+@pytest.mark.parametrize("any_remote", ["folder"], indirect=True)
+async def test_a_crash_between_the_weights_and_their_manifest_costs_nothing_that_has_come(
+    gate: tuple[Gate, Catalog, Manifest, Weights], there: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, catalog, manifest, weights = gate
+    held.let(0, 1, 2)
+
+    def publish(*_: object) -> None:
+        raise InterruptedError("the restorer ended")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(there.snapshots, "publish", publish)
+        with pytest.raises(InterruptedError):
+            await there.pull(catalog, manifest.id)
+    assert list(there.snapshots.list()) == []
+    assert list(there.weights.sets()) == [weights]
+    held.asked.clear()
+    await there.pull(catalog, manifest.id)
+    assert held.asked == []
+    assert list(there.snapshots.verify(manifest.id, full=True)) == []
 
 
 @pytest.mark.parametrize("any_remote", ["folder"], indirect=True)

@@ -121,16 +121,17 @@ def test_the_disk_is_what_it_gives_on_and_not_what_it_gave_once(
 ) -> None:
     """The means of all turns, with the better number of readers; each reads on where the one before has ended."""
     read: list[int] = []
-    rates = iter([9.0, 1.0, 1.0, 1.0, 8.0, 3.0, 1.0, 2.0, 2.0, 1.0, 9.0, 2.0])
+    rates = iter([9.0, 1.0, 1.0, 0.0, 1.0, 8.0, 3.0, 0.0, 1.0, 2.0, 2.0, 0.0, 1.0, 9.0, 2.0, 4.0])
 
     def rate(readers: int, size: int, work: Callable[[int, memoryview], object], longest_s: float) -> float:
         for number in range(2):
             work(number * floor._BLOCK, memoryview(bytearray(floor._BLOCK)))
         return next(rates)
 
+    monkeypatch.setattr(floor, "_SLICES", 4)
     monkeypatch.setattr(floor, "_rate", rate)
     monkeypatch.setattr(floor.os, "preadv", lambda fd, to, at: read.append(at // floor._BLOCK))
     with files("big", 10).open("rb") as file, floor._Disk(file.fileno()) as disk:
         disk.read_on()
-    assert read == [number % 5 for number in range(24)]
+    assert read == [number % 5 for number in range(32)]
     assert disk.rates == {"disk": 5.0, "disk_cached": 2.0}

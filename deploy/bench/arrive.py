@@ -80,13 +80,15 @@ def _beside(bench: Bench, model: str, manifest: dict[str, Any]) -> dict[str, Any
     if answer["start"] != "restored" or "pull" not in stages:
         raise BenchError(f"{model} was started {answer['start']}, and not out of the remote; see {bench.work / 'up.log'}")
     last, pulling = _last_write(bench, manifest), stages["pull"]["begun_ms"] / 1e3
-    size = manifest["bytes"] + sum(path.stat().st_size for path in measures.parts(bench, manifest))
+    # What is there several times, as in weights that were made up, has come once.
+    size = sum(stages[one]["bytes"] or 0 for one in ("pull", "arriving") if one in stages)
     return {
         "seconds": round(answer["seconds"], 3),
         "pull_s": round(last - pulling, 3),
         "pull_bytes_per_s": round(size / (last - pulling)),
         "last_byte_to_token_s": round(began + answer["seconds"] - last, 3),
         "beside": "arriving" in stages,
+        "gpu_waited_s": stages["arriving"]["seconds"] if "arriving" in stages else 0.0,
         "processes_before_last_byte_s": round(last - stages["restore processes"]["begun_ms"] / 1e3, 3),
         "choice": record["choices"][0],
         "stages": record["stages"],

@@ -140,7 +140,8 @@ def speed(variant: Variant, tier: str) -> Speed:
     """This host's speed now: nothing that was seen before counts."""
     (WORK / FILE).unlink(missing_ok=True)
     rates = asyncio.run(measure(WORK))
-    wanted = "disk,fill" if tier == "disk" else "cache"
+    cold = "mapped" if variant.name == "mapped" else "disk,fill"
+    wanted = cold if tier == "disk" else "cache"
     argv = [sys.executable, str(ROOT / "deploy/bench/yardstick.py"), wanted, *map(str, variant.moves)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=True, env=environment)
@@ -160,10 +161,9 @@ def judged(found: dict[str, Any], now: Speed, manifest: dict[str, Any]) -> dict[
     canary_s = sum(stage.seconds for stage in stages if stage.name == "canary")
     mapped, cold = found["variant"] == "mapped", found["tier"] == "disk"
     moved_s = account.took_s - (0.0 if mapped else canary_s)
-    # What is mapped is used where it lies: it is put nowhere, and from the page cache nothing of it moves.
+    # What is mapped is used in the page cache: it is put nowhere, and nothing of it moves when it is there.
     stick = now.stick
-    in_memory_s = max(stick["disk"], stick["fill"]) if cold else stick["cache"]
-    least_s = in_memory_s if not mapped else stick["disk"] if cold else None
+    least_s = stick.get("mapped") if mapped else max(stick["disk"], stick["fill"]) if cold else stick["cache"]
     return {
         **found,
         "took_s": record.took_s,

@@ -1,6 +1,7 @@
 """What a restore is measured by: its very bytes read from the disk, and as many put into fresh memory, with nothing else done.
 
-``yardstick.py disk,fill,cache,zstd FILE...`` prints seconds as JSON, of what it is asked for: ``disk`` past the page cache,
+``yardstick.py disk,mapped,fill,cache,zstd FILE...`` prints seconds as JSON, of what it is asked for: ``disk`` past the page
+cache, ``mapped`` through it,
 ``fill`` from a buffer in the processor's cache into memory that nobody has touched, ``cache`` from the page cache into such
 memory, ``zstd`` what the longer of reading and unpacking would be if they were packed. A restore from the disk cannot end before
 the longer of ``disk`` and ``fill``. Takes as much memory as the files have data, and ``disk`` puts them out of the page cache.
@@ -9,6 +10,7 @@ the longer of ``disk`` and ``fill``. Takes as much memory as the files have data
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import ctypes
 import json
 import mmap
@@ -20,11 +22,11 @@ from pathlib import Path
 
 import zstandard
 
-from restorer.system import pagecache
+from restorer.system import buffers, pagecache
 from restorer.system.files import data_extents
 
 BLOCK = 2 << 20
-READERS = (4, 8)
+READERS, CACHED_READERS = (4, 8), (1, 2)
 SAMPLE = 48
 """Blocks that are packed and unpacked."""
 CPUS = os.cpu_count() or 1
@@ -51,12 +53,13 @@ def timed(threads: int, count: int, work: Callable[[int, int], object]) -> float
         return time.perf_counter() - begun
 
 
-def disk(paths: list[Path], readers: int) -> float:
+def disk(paths: list[Path], readers: int, flags: int) -> float:
     pagecache.evict(paths)
-    fds = [os.open(path, os.O_RDONLY | os.O_DIRECT) for path in paths]
+    fds = [os.open(path, os.O_RDONLY | flags) for path in paths]
     jobs = [job for fd in fds for job in blocks(fd)]
-    buffers = [mmap.mmap(-1, BLOCK) for _ in range(readers)]
-    seconds = timed(readers, len(jobs), lambda thread, n: os.preadv(jobs[n][0], [buffers[thread]], jobs[n][1]))
+    with contextlib.ExitStack() as kept:
+        into = [kept.enter_context(buffers.whole(BLOCK)) for _ in range(readers)]
+        seconds = timed(readers, len(jobs), lambda thread, n: os.preadv(jobs[n][0], [into[thread]], jobs[n][1]))
     for fd in fds:
         os.close(fd)
     return seconds
@@ -106,7 +109,9 @@ def main() -> None:
     jobs = [job for path in paths for job in blocks(os.open(path, os.O_RDONLY))]
     found: dict[str, float] = {"bytes": sum(size for _, _, size in jobs)}
     if "disk" in wanted:
-        found["disk"] = min(disk(paths, readers) for readers in READERS)
+        found["disk"] = min(disk(paths, readers, os.O_DIRECT) for readers in READERS)
+    if "mapped" in wanted:
+        found["mapped"] = min(disk(paths, readers, 0) for readers in CACHED_READERS)
     if "fill" in wanted:
         found["fill"] = filled(int(found["bytes"]))
     if "cache" in wanted:

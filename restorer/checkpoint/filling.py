@@ -12,7 +12,6 @@ import concurrent.futures
 import ctypes
 import errno
 import itertools
-import mmap
 import os
 import threading
 from collections.abc import Iterator, Mapping
@@ -21,7 +20,7 @@ from typing import NamedTuple
 
 from restorer.checkpoint.pages import Bulk, Run
 from restorer.errors import EngineDied, SnapshotError
-from restorer.system import pagecache
+from restorer.system import buffers, pagecache
 
 BATCH_BYTES = 2 << 20
 """What is read and written at a time, still in the processor's cache when it is written; areas are cut at multiples of it, so
@@ -100,7 +99,7 @@ class Filling:
             self._stopped.set()
 
     def _share(self, number: int, pids: Mapping[int, int]) -> None:
-        with mmap.mmap(-1, BATCH_BYTES) as buffer:
+        with buffers.whole(BATCH_BYTES) as buffer:
             first = ctypes.c_char.from_buffer(buffer)
             try:
                 for batch in self._batches[number :: self._threads]:
@@ -184,21 +183,20 @@ class _Source:
             raise SnapshotError(f"{self._path} is shorter than its plan says; verify the snapshot")
         return _Batch(pid, self, first, last - first, runs)
 
-    def read(self, batch: _Batch, buffer: mmap.mmap) -> None:
+    def read(self, batch: _Batch, buffer: memoryview) -> None:
         """Fill the beginning of a buffer with a batch's span. Raises SnapshotError when the file ends before."""
         cached, done = self._file.fd, 0
         fd = self._file.direct if self._file.past(batch.span, batch.start) else cached
-        with memoryview(buffer) as view:
-            while done < batch.span:
-                with view[done : batch.span] as rest:
-                    try:
-                        count = os.preadv(fd, [rest], batch.start + done)
-                    except OSError as error:
-                        if fd == cached or error.errno != errno.EINVAL:
-                            raise SnapshotError(f"{self._path} cannot be read: {error.strerror}; see dmesg") from None
-                        # Its blocks are larger than a page.
-                        fd = cached
-                        continue
-                if count == 0:
-                    raise SnapshotError(f"{self._path} is shorter than its plan says; verify the snapshot")
-                done += count
+        while done < batch.span:
+            with buffer[done : batch.span] as rest:
+                try:
+                    count = os.preadv(fd, [rest], batch.start + done)
+                except OSError as error:
+                    if fd == cached or error.errno != errno.EINVAL:
+                        raise SnapshotError(f"{self._path} cannot be read: {error.strerror}; see dmesg") from None
+                    # Its blocks are larger than a page.
+                    fd = cached
+                    continue
+            if count == 0:
+                raise SnapshotError(f"{self._path} is shorter than its plan says; verify the snapshot")
+            done += count

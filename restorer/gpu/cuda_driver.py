@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from restorer.gpu.cuda_helper import CHECKPOINTED, FAILED, LOCKED, RUNNING, Driver, DriverError
+from restorer.system import buffers
 
 _STATES = {0: RUNNING, 1: LOCKED, 2: CHECKPOINTED, 3: FAILED}
 _TOOL_S = 600.0
@@ -186,19 +187,30 @@ class _Block:
 
 
 class _Pinned:
-    """Pinned memory of the host, with a stream."""
+    """Pinned memory of the host, with a stream. Ours and not the driver's, which no disk can read into."""
 
     def __init__(self, call: Callable[..., Any], count: int) -> None:
         self._do = call
-        self.pointer = call("cuMemHostAlloc", count, 0)
-        self.stream = call("cuStreamCreate", 1)
-        self.view = memoryview((ctypes.c_char * count).from_address(int(self.pointer))).cast("B")
+        self._kept = contextlib.ExitStack()
+        self.view = self._kept.enter_context(buffers.whole(count))
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self.view))
+        try:
+            call("cuMemHostRegister", self._address, count, 0)
+            self._kept.callback(call, "cuMemHostUnregister", self._address)
+            self._stream = call("cuStreamCreate", 1)
+            self._kept.callback(call, "cuStreamDestroy", self._stream)
+        except DriverError:
+            self._kept.close()
+            raise
 
     def begin(self, block: _Block, offset: int, count: int) -> None:
-        self._do("cuMemcpyHtoDAsync", int(block.address) + offset, int(self.pointer), count, self.stream)
+        self._do("cuMemcpyHtoDAsync", int(block.address) + offset, self._address, count, self._stream)
 
     def wait(self) -> None:
-        self._do("cuStreamSynchronize", self.stream)
+        self._do("cuStreamSynchronize", self._stream)
+
+    def close(self) -> None:
+        self._kept.close()
 
 
 class _Device:
@@ -240,9 +252,7 @@ class _Device:
     def close(self) -> None:
         self._do("cuCtxSetCurrent", self._context)
         for pinned in self._pinned:
-            pinned.view.release()
-            self._do("cuStreamDestroy", pinned.stream)
-            self._do("cuMemFreeHost", pinned.pointer)
+            pinned.close()
         for block in self._blocks:
             os.close(block.fd)
             self._do("cuMemUnmap", block.address, block.count)

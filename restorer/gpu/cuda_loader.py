@@ -71,7 +71,7 @@ class _File(pagecache.Opened):
         done = 0
         if self.past(count, at):
             # Whole blocks alone, so that the file's last piece is asked for with some bytes that are not there; what comes short
-            # or is refused (EINVAL: larger blocks, EFAULT: memory of the driver's) is read the other way.
+            # or is refused (EINVAL: larger blocks) is read the other way.
             with contextlib.suppress(OSError):
                 done = min(count, os.preadv(self.direct, [view[: -(-count // _PAGE) * _PAGE]], at))
         while done < count:

@@ -29,13 +29,13 @@ from pydantic import ValidationError
 
 from policies.floor import Rates
 from restorer.errors import Environment, RestorerError, ToolFailed, ToolHung
-from restorer.system import modules, pagecache
+from restorer.system import buffers, modules, pagecache
 from restorer.system.files import data_extents, disk_space, write_durable
 
 log = logging.getLogger("rewake.restorer")
 
 FILE = "rates.json"
-_HOW = 2
+_HOW = 3
 """What was measured in another way before is not known."""
 DEADLINE_S = 30.0
 _BLOCK = 2 << 20
@@ -45,12 +45,12 @@ _MEMORY_BYTES = 192 << 20
 _TURNS = 3
 _LONGEST_S = 0.12
 """One measurement of one turn ends after this, with what it has moved."""
-_SLICE_S, _SLICES = 0.3, 4
+_SLICE_S, _SLICES = 0.3, 3
 """The disk is read by each number of readers in turns, without a pause: after one it gives more for a moment than it gives on."""
 _SAMPLE_BYTES = 512 << 20
 """Files with less data are not worth being read in place of one that was written a moment ago."""
 _ENDLESS = 1 << 62
-_READERS = (1, 4)
+_READERS, _CACHED_READERS = (1, 4), (1, 2)
 _SPAWN = ("unshare", "--pid", "--mount", "--ipc", "--uts", "--net", "--fork", "--kill-child", "--mount-proc", "true")
 _THREADS = min(16, os.cpu_count() or 1)
 
@@ -206,7 +206,7 @@ class _Disk:
         self._blocks = [at for start, end in runs for at in range(start, end - _BLOCK + 1, _BLOCK)]
         self._done = 0
         self._past: dict[int, list[float]] = {readers: [] for readers in _READERS}
-        self._through: list[float] = []
+        self._through: dict[int, list[float]] = {readers: [] for readers in _CACHED_READERS}
 
     def __enter__(self) -> _Disk:
         return self
@@ -220,7 +220,8 @@ class _Disk:
         for _ in range(_SLICES):
             for readers, rates in self._past.items():
                 rates.append(self._read(readers, self._fd if self._direct < 0 else self._direct))
-            self._through.append(self._read(1, self._fd))
+            for readers, rates in self._through.items():
+                rates.append(self._read(readers, self._fd))
 
     def _read(self, readers: int, fd: int) -> float:
         """Bytes a second, for a moment, from where it was read to; what the page cache would have of it is put out of it."""
@@ -239,16 +240,18 @@ class _Disk:
 
     @property
     def rates(self) -> dict[str, float]:
-        """Past the page cache with as many readers as are fastest, and through it with one; bytes a second."""
-        return {"disk": max(map(statistics.fmean, self._past.values())), "disk_cached": statistics.fmean(self._through)}
+        """Past the page cache and through it, each with as many readers as are fastest; bytes a second."""
+        ways = {"disk": self._past, "disk_cached": self._through}
+        return {name: max(map(statistics.fmean, way.values())) for name, way in ways.items()}
 
 
 def _rate(threads: int, size: int, work: Callable[[int, memoryview], object], longest_s: float = _LONGEST_S) -> float:
     """Bytes a second of work on blocks, each thread with one buffer that it keeps."""
-    buffers = [memoryview(mmap.mmap(-1, _BLOCK)) for _ in range(threads)]
-    for buffer in buffers:
-        buffer[:] = bytes(_BLOCK)
-    return _timed(threads, size, lambda number, at: work(at, buffers[number]), longest_s)
+    with contextlib.ExitStack() as kept:
+        into = [kept.enter_context(buffers.whole(_BLOCK)) for _ in range(threads)]
+        for buffer in into:
+            buffer[:] = bytes(_BLOCK)
+        return _timed(threads, size, lambda number, at: work(at, into[number]), longest_s)
 
 
 def _into_fresh_memory(work: Callable[[int, memoryview], object], *, kept: contextlib.ExitStack | None = None) -> float:

@@ -91,7 +91,7 @@ async def _early(host: Host, arrival: Arrival, task: asyncio.Task[str], wanted: 
         if arrival.usable:
             if not looked:
                 looked, lead_s = True, await asyncio.to_thread(_lead_s, host, arrival)
-            if (choice := begin(arrival.left, rate=arrival.rate, lead_s=lead_s)).on:
+            if (choice := begin(arrival.rest, lead_s=lead_s)).on:
                 return choice
         if time.monotonic() - asked > _ASK_S:
             asked = time.monotonic()

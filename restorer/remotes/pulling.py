@@ -237,7 +237,8 @@ async def _fetch_weights(copying: Copying, store: WeightsStore, weights: Weights
 
     async def check(part: WeightsPart) -> None:
         async with turn:
-            await asyncio.to_thread(store.check, coming.partial.path, part)
+            with arrival.checking(part.bytes):
+                await asyncio.to_thread(store.check, coming.partial.path, part)
         arrival.whole(weights.digest, part)
 
     async def free() -> None:
@@ -273,7 +274,8 @@ async def _settle(
             main.partial.drop()
             raise
 
-    await asyncio.to_thread(settle)
+    with arrival.checking(manifest.bytes):
+        await asyncio.to_thread(settle)
     arrival.folder = main.partial.path
 
 

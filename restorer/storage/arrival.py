@@ -8,12 +8,13 @@ end in time, everybody who waits is told. Used within one event loop; knows neit
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from policies.arrival import patience_s
+from policies.arrival import Rest, patience_s
 from policies.manifest import Manifest, Weights, WeightsPart
 from restorer.errors import ArrivalFailed, RestorerError
 
@@ -34,6 +35,10 @@ class Arrival:
         self.early = ""
         """Why a restore did not wait for all of it."""
         self._came, self._began = 0, 0.0
+        self._checked, self._checking, self._busy_s, self._since = 0, 0, 0.0, 0.0
+        """Bytes that were verified, what is being so now, seconds spent on that, and since when it goes on."""
+        self._part = 0
+        """Bytes of the largest part."""
         self._places: dict[str, Path] = {}
         self._parts: dict[tuple[str, str], asyncio.Event] = {}
         self._behind = 0
@@ -78,6 +83,7 @@ class Arrival:
             self._places[weights.digest] = folder
             self._parts.update({(weights.digest, part.name): asyncio.Event() for part in weights.parts})
             self._behind += weights.bytes
+            self._part = max(self._part, *(part.bytes for part in weights.parts))
 
     def came(self, size: int, *, weights: bool) -> None:
         """So many bytes of content have come over the network."""
@@ -85,6 +91,20 @@ class Arrival:
             self._began = time.monotonic()
         self._came += size
         self.left -= size * weights
+
+    @contextlib.contextmanager
+    def checking(self, size: int) -> Iterator[None]:
+        """So many bytes are made durable and verified in this block, beside others or alone."""
+        if not self._checking:
+            self._since = time.monotonic()
+        self._checking += 1
+        try:
+            yield
+            self._checked += size
+        finally:
+            self._checking -= 1
+            if not self._checking:
+                self._busy_s += time.monotonic() - self._since
 
     def whole(self, digest: str, part: WeightsPart) -> None:
         """A part is here, and is what its hash says."""
@@ -99,9 +119,14 @@ class Arrival:
     # ------------------------------------------------------------ for who restores
 
     @property
-    def rate(self) -> float:
-        """Bytes a second that have come so far."""
-        return self._came / max(time.monotonic() - self._began, 1e-3)
+    def rest(self) -> Rest:
+        """What is still to be done for the weights."""
+        now = time.monotonic()
+        busy_s = self._busy_s + (now - self._since if self._checking else 0.0)
+        came, checked = (
+            count / max(seconds, 1e-3) for count, seconds in ((self._came, now - self._began), (self._checked, busy_s))
+        )
+        return Rest(left=max(0, self.left), came=came, behind=self._behind, part=self._part, checked=checked)
 
     @property
     def usable(self) -> bool:

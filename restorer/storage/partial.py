@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 
 from restorer.errors import Environment
-from restorer.system.files import PAGE, data_extents, disk_space
+from restorer.system.files import PAGE, begin_writing, data_extents, disk_space
 
 PREFIX = ".pull-"
 KEPT_S = 24 * 3600.0
@@ -89,6 +89,8 @@ class Partial:
                 fresh = next(data_extents(fd, offset + len(data), offset), None) is None
                 for start, end in _filled(data) if fresh else ((0, len(data)),):
                     _pwrite(fd, memoryview(data)[start:end], offset + start)
+                # A host with much memory would begin only when all has come, and whoever waits would wait for the disk.
+                begin_writing(fd, offset, len(data))
             finally:
                 os.close(fd)
 
