@@ -23,12 +23,12 @@ def rest(**changes: Any) -> Rest:
 @pytest.mark.parametrize(
     ("changes", "lead_s", "on"),
     [
-        ({}, 2.02, True),
-        ({}, 2.0, False),
-        ({"came": 0.9 * GB}, 2.02, False),
-        ({"left": 0, "behind": 8 * GB, "checked": 2.0 * GB}, 3.9, False),
-        ({"left": 0, "behind": 8 * GB, "checked": 2.0 * GB}, 4.0, True),
-        ({"left": GB // 5, "behind": 8 * GB, "checked": 2.0 * GB}, 0.75, False),
+        ({}, 1.01, True),
+        ({}, 1.0, False),
+        ({"came": 0.9 * GB}, 1.01, False),
+        ({"left": 0, "behind": 8 * GB, "checked": 2.0 * GB}, 1.95, False),
+        ({"left": 0, "behind": 8 * GB, "checked": 2.0 * GB}, 2.0, True),
+        ({"left": GB // 5, "behind": 8 * GB, "checked": 2.0 * GB}, 0.35, False),
         ({"left": 0, "behind": 0, "came": 0.0}, 0.0, True),
         ({"came": 0.0}, 1e9, False),
         ({"checked": 0.0}, 1e9, False),
@@ -48,8 +48,8 @@ def test_it_begins_when_the_rest_is_here_and_verified_before_it_is_wanted(
 
 
 def test_the_reason_has_the_numbers() -> None:
-    assert begin(rest(), lead_s=0.9).why == (
-        "2000 MB were left, at 1000 MB/s, and 2000 MB not verified, at 10000 MB/s: 2.01 s; weights are wanted after 0.90 s"
+    assert begin(rest(), lead_s=0.45).why == (
+        "2000 MB were left, at 1000 MB/s, and 2000 MB not verified, at 10000 MB/s: 2.01 s; weights are wanted after about 0.90 s"
     )
 
 
@@ -61,8 +61,16 @@ def test_a_gpu_is_never_taken_for_longer_than_a_restore_needs_it(
     left: int, came: float, behind: int, checked: float, lead_s: float
 ) -> None:
     if begin(Rest(left=left, came=came, behind=behind, part=GB, checked=checked), lead_s=lead_s).on:
-        assert left <= lead_s * came * (1 + 1e-9)
-        assert behind <= lead_s * checked * (1 + 1e-9)
+        assert left <= 2 * lead_s * came * (1 + 1e-9)
+        assert behind <= 2 * lead_s * checked * (1 + 1e-9)
+
+
+def test_what_is_being_verified_is_done_in_part() -> None:
+    behind = {"left": 0, "behind": 4 * GB, "checked": 1.0 * GB}
+    assert not begin(rest(**behind), lead_s=0.5).on
+    assert not begin(rest(**behind, spent_s=2.9), lead_s=0.5).on
+    assert begin(rest(**behind, spent_s=3.1), lead_s=0.5).on
+    assert begin(rest(**behind, spent_s=9.0), lead_s=0.0).on
 
 
 def test_a_slow_rest_is_waited_for_and_one_that_stalls_is_not() -> None:

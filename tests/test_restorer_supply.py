@@ -173,7 +173,7 @@ async def test_a_start_goes_on_when_the_rest_will_be_here_in_time(away: Away) ->
         assert match.manifest == away.manifest
         assert match.arrival is not None
         assert not away.published()
-        assert "weights are wanted after 600." in match.arrival.early
+        assert "weights are wanted after about 1200." in match.arrival.early
         assert [(stage.name, stage.tier) for stage in stages.done] == [("pull", "network")]
         away.gate.let(0, 1, 2)
         await match.arrival.all()

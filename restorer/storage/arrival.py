@@ -36,7 +36,7 @@ class Arrival:
         """Why a restore did not wait for all of it."""
         self._came, self._began = 0, 0.0
         self._checked, self._checking, self._busy_s, self._since = 0, 0, 0.0, 0.0
-        """Bytes that were verified, what is being so now, seconds spent on that, and since when it goes on."""
+        """Bytes that were verified, how much is being so now, seconds that the former took, and since when the latter goes on."""
         self._part = 0
         """Bytes of the largest part."""
         self._places: dict[str, Path] = {}
@@ -100,11 +100,10 @@ class Arrival:
         self._checking += 1
         try:
             yield
-            self._checked += size
+            now = time.monotonic()
+            self._checked, self._busy_s, self._since = self._checked + size, self._busy_s + now - self._since, now
         finally:
             self._checking -= 1
-            if not self._checking:
-                self._busy_s += time.monotonic() - self._since
 
     def whole(self, digest: str, part: WeightsPart) -> None:
         """A part is here, and is what its hash says."""
@@ -122,11 +121,14 @@ class Arrival:
     def rest(self) -> Rest:
         """What is still to be done for the weights."""
         now = time.monotonic()
-        busy_s = self._busy_s + (now - self._since if self._checking else 0.0)
-        came, checked = (
-            count / max(seconds, 1e-3) for count, seconds in ((self._came, now - self._began), (self._checked, busy_s))
+        return Rest(
+            left=max(0, self.left),
+            came=self._came / max(now - self._began, 1e-3),
+            behind=self._behind,
+            part=self._part,
+            checked=self._checked / max(self._busy_s, 1e-3),
+            spent_s=now - self._since if self._checking else 0.0,
         )
-        return Rest(left=max(0, self.left), came=came, behind=self._behind, part=self._part, checked=checked)
 
     @property
     def usable(self) -> bool:
