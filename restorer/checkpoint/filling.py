@@ -58,12 +58,12 @@ class Filling:
 
     Args:
         direct: read what the page cache does not hold past it.
-        threads: default: one for each processor, at least four, since they wait for the disk too, and at most sixteen.
+        threads: default: one for each processor, at least eight, since they wait for the disk too, and at most sixteen.
     """
 
     def __init__(self, bulk: Bulk, *, direct: bool, threads: int | None = None) -> None:
         self._bulk, self._direct = bulk, direct
-        self._threads = threads or min(16, max(4, os.cpu_count() or 1))
+        self._threads = threads or min(16, max(8, os.cpu_count() or 1))
         self._pool = concurrent.futures.ThreadPoolExecutor(self._threads, "fill memory")
         self._sources: list[_Source] = []
         self._batches: list[_Batch] = []
