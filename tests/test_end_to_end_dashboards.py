@@ -141,7 +141,7 @@ def ends(watch: Prometheus, *alerts: str) -> None:
 
 
 def test_a_day_in_the_life(system: Dashboards, watch: Prometheus) -> None:
-    """Snapshots, restores, cold starts, requests of a tenant: with that every panel has something to show, and no alert fires."""
+    """Snapshots, restores, cold starts, requests of a tenant: with that every panel has something to show, and no alert stays."""
     for model in ("base", "canary", "damaged"):
         system.snapshot(model)
     for model in ("base", "canary", "damaged", "erring", "slow"):
@@ -152,7 +152,8 @@ def test_a_day_in_the_life(system: Dashboards, watch: Prometheus) -> None:
         assert system.ask("base") == 200
     eventually(lambda: watch.query("rewake_restores_total"), "a scrape", WAIT_S)
     all_is_shown(system, watch)
-    assert not watch.firing()
+    # With the times of the rules shortened to a second, a start on a busy machine is long enough to be told of, until it ends.
+    eventually(lambda: not watch.firing(), f"silence; firing: {watch.firing()}", WAIT_S)
 
 
 def all_is_shown(system: Dashboards, watch: Prometheus) -> None:
