@@ -7,6 +7,7 @@ import ctypes
 import mmap
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from restorer.checkpoint import filling as module
 from restorer.checkpoint import images, pages
 from restorer.checkpoint.filling import Filling
 from restorer.checkpoint.images import Field, Image
@@ -194,6 +196,44 @@ def filling(folder: Path, *, direct: bool = False) -> Iterator[Filling]:
 
 def received(fd: int) -> bytes:
     return b"".join(iter(lambda: os.read(fd, MIB), b""))
+
+
+def test_more_threads_wait_for_a_disk_than_for_the_processor_and_all_trees_share_the_buffers(
+    tmp_path: Path, empty: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pid, address, reading = empty
+    start = -(-address // PAGE) * PAGE
+    data = os.urandom(24 * MIB)
+    dump(tmp_path, [area(start, start + 32 * MIB)], [(start, data)])
+    assert pages.take_out(tmp_path, huge=False).bytes == len(data)
+    (file,) = tmp_path.glob("bulk-*.img")
+    lent: list[int] = []
+    whole = module.buffers.whole
+
+    def noted(size: int) -> contextlib.AbstractContextManager[memoryview]:
+        lent.append(size)
+        return whole(size)
+
+    monkeypatch.setattr(module.buffers, "whole", noted)
+    monkeypatch.setattr(module.os, "cpu_count", lambda: 2)
+    # One buffer for all of them: they take turns, and all is filled.
+    monkeypatch.setattr(module, "_ROOM", threading.BoundedSemaphore(1))
+    bulk = pages.taken_out(tmp_path)
+    assert bulk is not None
+    for there, threads in ((False, 16), (True, 2)):
+        pagecache.evict([file])
+        if there:
+            file.read_bytes()
+        lent.clear()
+        found = Filling(bulk, direct=True)
+        try:
+            found.prepare()
+            found.put_back({7: pid})
+        finally:
+            found.close()
+        assert len(lent) == threads
+    os.kill(pid, signal.SIGCONT)
+    assert received(reading)[start - address :][: len(data)] == data
 
 
 @pytest.mark.parametrize("direct", [False, True])
