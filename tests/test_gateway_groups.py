@@ -17,6 +17,7 @@ from gateway.errors import Busy
 from gateway.link import Link
 from gateway.operations import Crowded, Operations, Outcome, Sharing
 from gateway.registry import Registry
+from gateway.scaling import Scaler
 from gateway.store import Store
 from policies import schedule
 from policies.config import Config, parse
@@ -426,12 +427,17 @@ NOON, MIDNIGHT = schedule.Moment(2, 12 * 60), schedule.Moment(2, 0)
 NIGHT = [{"start": "22:00", "end": "06:00"}]
 
 
+@pytest.fixture(autouse=True)
+def noon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From before a gateway starts, whatever the time is where the tests run; they make it night themselves."""
+    monkeypatch.setitem(Scaler.__init__.__kwdefaults__, "local", lambda: NOON)
+
+
 @pytest.mark.parametrize("keep", [0, 1])
 async def test_a_schedule_takes_the_place_of_the_idle_but_not_of_who_is_kept(fleet, store_server, keep):
     config = shared(a={"keep": keep}, b={"schedule": NIGHT})
     async with swapping(store_server, config, fleet) as served:
         scaler = served.gateway.scaler
-        scaler._local = lambda: NOON
         await asyncio.sleep(2.5)
         assert await fleet.queue() == {}
         scaler._local = lambda: MIDNIGHT
@@ -446,7 +452,6 @@ async def test_a_schedule_takes_the_place_of_the_idle_but_not_of_who_is_kept(fle
 async def test_a_schedule_asks_while_it_lasts(fleet, store_server):
     config = parse({"models": {"m": {"engine": ENGINE, "max_replicas": 3, "schedule": [{**NIGHT[0], "replicas": 2}]}}})
     async with serving(store_server, config) as served:
-        served.gateway.scaler._local = lambda: NOON
         await store_quiet(fleet)
         served.gateway.scaler._local = lambda: MIDNIGHT
         jobs = await eventually(fleet.jobs)
@@ -474,7 +479,6 @@ async def test_a_second_has_a_look_at_every_model_however_often_one_of_them_is_p
     config = parse({"models": {name: {"engine": ENGINE, "schedule": NIGHT if name == "b" else []} for name in "ab"}})
     async with serving(store_server, config) as served:
         scaler = served.gateway.scaler
-        scaler._local = lambda: NOON
 
         async def poke() -> None:
             while True:
