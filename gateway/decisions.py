@@ -376,4 +376,7 @@ class Decisions:
         if self._tracer is not None:
             for trail in ended:
                 if trail.trace is not None:
-                    self._tracer.ended(trail)
+                    try:
+                        self._tracer.ended(trail)
+                    except Exception as error:  # one request's must not become another's
+                        logs.error("bug", error, request_id=trail.id)

@@ -15,6 +15,7 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 
+from gateway import logs
 from gateway.exchange import Reply
 from gateway.exemplars import Exemplars
 from gateway.exposition import Source, render
@@ -136,7 +137,10 @@ class Metrics:
     def account(self, trails: Sequence[Trail]) -> None:
         """Count requests that have ended, and for their tenants, if they have one."""
         for trail in trails:
-            self._account(trail)
+            try:
+                self._account(trail)
+            except Exception as error:  # one request's must not become another's
+                logs.error("bug", error, request_id=trail.id)
 
     def _account(self, trail: Trail) -> None:
         labels = (trail.tenant, trail.model, trail.route, trail.status, trail.start)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from conftest import eventually
 from fake_replica import Fleet, replica_server, serving
 from prometheus_client.parser import text_string_to_metric_families
@@ -11,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from gateway.hosts import Hosts
 from gateway.metrics import Metrics
 from gateway.shared import Shared, _free_place
+from gateway.trail import Trail
 from policies.replica import Replica, State
 
 FLOOR = {
@@ -47,6 +49,22 @@ def test_the_floor_is_there_and_buckets_reach_ten_minutes():
 def test_the_first_span_that_is_lost_is_a_rise():
     found = samples(Metrics(["m"], version="1"))
     assert {found["rewake_spans_total", (("result", result),)] for result in ("exported", "failed", "dropped")} == {0.0}
+
+
+@pytest.mark.interpreted
+def test_a_request_that_cannot_be_counted_takes_no_other_with_it(monkeypatch, caplog):
+    def unusual(self: Metrics, trail: Trail) -> None:
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(Metrics, "_unusual", unusual)
+    metrics, trails = Metrics(["m"], version="1"), [Trail(f"req_{number}", "/v1/models", 0.0) for number in range(3)]
+    for trail in trails:
+        trail.status = 200
+    trails[1].code = "bad"
+    metrics.account(trails)
+    metrics.flush()
+    assert sum(value for (name, _), value in samples(metrics).items() if name == "rewake_requests_total") == 3
+    assert "a bug" in caplog.text
 
 
 def test_a_slots_state_is_shown_from_its_record():
