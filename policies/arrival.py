@@ -67,9 +67,9 @@ def begin(rest: Rest, *, lead_s: float | None) -> Choice:
     return Choice(rest_s <= lead_s, why)
 
 
-def patience_s(behind: int) -> float:
-    """How long an engine on a GPU waits for so many bytes that are not here and verified, before it is ended."""
-    return _PATIENCE_S + behind / _SLOWEST
+def patience_s(count: int) -> float:
+    """How long so many bytes of weights are waited for, of a remote or a disk: what hangs with few is not given half an hour."""
+    return _PATIENCE_S + count / _SLOWEST
 
 
 def _mb(count: float) -> str:

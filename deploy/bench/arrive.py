@@ -37,7 +37,7 @@ def arrive(bench: Bench, name: str) -> dict[str, Any]:
     found: dict[str, Any] = {"snapshot_bytes": manifest["bytes"], "weights_bytes": weights}
     try:
         with bench.changed(storage=storage(bench, "fast")):
-            found["push"] = _task(bench, "push", id)
+            found["push"] = bench.task("push", id)
         for way in AT_A_TIME:
             _forget(bench, manifest)
             with bench.changed(storage=storage(bench, way)):
@@ -58,7 +58,7 @@ def _told(way: str, order: str, found: dict[str, Any]) -> dict[str, Any]:
 
 def _after(bench: Bench, model: str, id: str, manifest: dict[str, Any]) -> dict[str, Any]:
     """All of it is pulled, and then restored."""
-    moved = _task(bench, "pull", id)
+    moved = bench.task("pull", id)
     ended, last = time.time(), _last_write(bench, manifest)
     answer = bench.restored(model)
     return {
@@ -115,16 +115,3 @@ def _forget(bench: Bench, manifest: dict[str, Any]) -> None:
 def _last_write(bench: Bench, manifest: dict[str, Any]) -> float:
     """Unix time at which the last byte of the weights was written here; they come last."""
     return max(path.stat().st_mtime for path in measures.parts(bench, manifest))
-
-
-def _task(bench: Bench, kind: str, id: str) -> dict[str, Any]:
-    """A chore of the restorer, until it has ended; what it found."""
-    task = bench.post("/admin/v1/tasks", {"kind": kind, "snapshot": id})
-    deadline = time.monotonic() + bench.options.operation_s
-    while task["state"] == "running":
-        if time.monotonic() > deadline:
-            raise BenchError(f"{kind} of {id} did not end within {bench.options.operation_s:g} s")
-        task = bench.get(f"/admin/v1/tasks/{task['id']}?wait=20")
-    if task["state"] != "succeeded":
-        raise BenchError(f"{kind} of {id}: {task['detail']}")
-    return dict(task["result"])

@@ -203,15 +203,23 @@ class Bench:
 
     def operate(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """An admin operation, until it has ended."""
-        operation = self.post(path, body)
+        return self._followed(path, "operations", self.post(path, body))
+
+    def task(self, kind: str, snapshot: str) -> dict[str, Any]:
+        """A chore of the restorer, until it has ended; what it found."""
+        begun = self.post("/admin/v1/tasks", {"kind": kind, "snapshot": snapshot})
+        return dict(self._followed(f"{kind} of {snapshot}", "tasks", begun)["result"])
+
+    def _followed(self, what: str, where: str, record: dict[str, Any]) -> dict[str, Any]:
+        """An operation or a task that was accepted, once it has succeeded."""
         deadline = time.monotonic() + self.options.operation_s
-        while operation["state"] == "running":
+        while record["state"] == "running":
             if time.monotonic() > deadline:
-                raise BenchError(f"{path} did not end within {self.options.operation_s:g} s")
-            operation = self.get(f"/admin/v1/operations/{operation['id']}?wait=20")
-        if operation["state"] != "succeeded":
-            raise BenchError(f"{path}: {operation['detail']}")
-        return operation
+                raise BenchError(f"{what} did not end within {self.options.operation_s:g} s")
+            record = self.get(f"/admin/v1/{where}/{record['id']}?wait=20")
+        if record["state"] != "succeeded":
+            raise BenchError(f"{what}: {record['detail']}")
+        return record
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """What was accepted, as the admin API tells of it."""

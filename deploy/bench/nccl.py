@@ -26,18 +26,15 @@ from typing import Any, NamedTuple
 import rates
 
 _WORKER = Path(__file__).with_name("inside") / "talking.py"
+_PEERS = {"NCCL_CUMEM_ENABLE": "0", "NCCL_CUMEM_HOST_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+_SHARED = {**_PEERS, "NCCL_P2P_DISABLE": "1"}
 _SOCKETS = {
-    "NCCL_P2P_DISABLE": "1",
+    **_SHARED,
     "NCCL_SHM_DISABLE": "1",
-    "NCCL_CUMEM_ENABLE": "0",
-    "NCCL_CUMEM_HOST_ENABLE": "0",
-    "NCCL_NVLS_ENABLE": "0",
     "NCCL_IB_DISABLE": "1",
     "NCCL_NET": "Socket",
     "NCCL_SOCKET_IFNAME": "lo",
 }
-_SHARED = {"NCCL_P2P_DISABLE": "1", "NCCL_CUMEM_ENABLE": "0", "NCCL_CUMEM_HOST_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
-_PEERS = {"NCCL_CUMEM_ENABLE": "0", "NCCL_CUMEM_HOST_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 _PROCESSES = 2
 _CASE_S = 60.0
 _LOCK_S, _DRIVER_S = 10.0, 30.0

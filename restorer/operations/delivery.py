@@ -16,6 +16,7 @@ from pathlib import Path
 
 import httpx
 
+from policies.arrival import patience_s
 from policies.manifest import GpuState, Weights
 from restorer.adapters.engines import HttpEngine
 from restorer.boxes.box import Box
@@ -26,14 +27,7 @@ from restorer.machine.host import Host, log
 from restorer.storage.arrival import Arrival
 from restorer.system import pagecache
 
-_SLOWEST = 50e6
-"""Bytes a second that weights come and go at on the slowest disk that is waited for; beside them, a minute for all else."""
 _READERS = 8
-
-
-def transfer_s(size: int) -> float:
-    """How long so many bytes of weights are waited for: what hangs with few of them is not given half an hour."""
-    return 60.0 + size / _SLOWEST
 
 
 def awake_bytes(state: GpuState) -> int:
@@ -129,7 +123,7 @@ async def _begin(host: Host, delivery: Delivery, box: Box, socket: str, uuid: st
             late=arrival is not None,
         )
     )
-    within_s = transfer_s(total) + (0.0 if arrival is None else host.config.storage.pull_timeout_s)
+    within_s = patience_s(total) + (0.0 if arrival is None else host.config.storage.pull_timeout_s)
     delivery.loads.append(asyncio.create_task(_loaded(host.cuda, opening, name, weights, arrival, within_s)))
     if arrival is not None:
         await asyncio.wait({opening})
@@ -159,7 +153,7 @@ async def put_back(delivery: Delivery, engine: HttpEngine, client: httpx.AsyncCl
     """Put weights back and compare their fingerprints; the tier they came from."""
     if not weights:
         return None
-    within_s = transfer_s(sum(one.bytes for one in weights))
+    within_s = patience_s(sum(one.bytes for one in weights))
     sources, tier = await delivery.sources()
     try:
         found = await engine.import_weights(client, sources, within_s=within_s)

@@ -19,6 +19,7 @@ from pathlib import Path
 import httpx
 
 from policies import compat, drivers, reading
+from policies.arrival import patience_s
 from policies.manifest import Allocation, GpuState, Manifest, Weights
 from policies.matching import Rule
 from restorer.adapters.engines import HttpEngine
@@ -27,7 +28,7 @@ from restorer.errors import EngineDied, Environment, RestorerError, SnapshotErro
 from restorer.gpu.gpus import MARGIN_BYTES, Need, Placement, mapping, memory
 from restorer.machine.host import Host
 from restorer.operations import delivery
-from restorer.operations.delivery import Delivery, awake_bytes, put_back, transfer_s
+from restorer.operations.delivery import Delivery, awake_bytes, put_back
 from restorer.operations.instance import Instance, connect, resurrect
 from restorer.procfs import inventory
 from restorer.records.stages import Stages
@@ -182,7 +183,7 @@ async def _written(
 ) -> tuple[Weights, ...]:
     folders = [await asyncio.to_thread(host.weights.stage) for _ in described]
     try:
-        within_s = transfer_s(sum(run.bytes for allocations in described for run in allocations))
+        within_s = patience_s(sum(run.bytes for allocations in described for run in allocations))
         parts = await donor.engine.export_weights(client, folders, PART_BYTES, within_s=within_s)
         return tuple(
             [
