@@ -16,6 +16,8 @@ from policies.scalars import OnOff, Section
 LEAST_BYTES = 64 << 20
 """Smaller files are read on by the kernel faster than a choice is made."""
 _LEAST_TOUCHED = 0.5
+_HEAD_BYTES = 64 << 10
+"""Of a mapped file, for CRIU to see whether it is the same build."""
 _TWICE = 1.5
 """So much faster must be what takes fresh memory twice, and the processors with it, than what takes it once."""
 _CLEARLY = 1.25
@@ -76,6 +78,22 @@ def ahead(settings: Restore, files: Sequence[MappedFile]) -> tuple[tuple[MappedF
     chosen = tuple(file for file in measured if (file.touched or 0) >= _LEAST_TOUCHED * file.bytes)
     touched = sum(file.touched or 0 for file in measured) / sum(file.bytes for file in measured)
     return chosen, f"the rehearsal's canary touched {touched:.0%} of the big files that are mapped"
+
+
+def first(settings: Restore, files: Sequence[MappedFile]) -> tuple[tuple[str, int], ...]:
+    """(path, bytes from its beginning) of mapped files that are asked for before CRIU is, those that it looks at first first.
+
+    CRIU looks at the beginning of each, one after another, and then writes into pages that the engine had changed, which the
+    kernel reads from the file for it: so small files, which are mostly libraries, are asked for whole.
+    """
+    if settings.prefetch == "off":
+        return ()
+    whole, room = [], LEAST_BYTES
+    for file in sorted(files, key=lambda file: file.bytes):
+        if (room := room - file.bytes) < 0:
+            break
+        whole.append((file.path, file.bytes))
+    return (*((file.path, min(file.bytes, _HEAD_BYTES)) for file in files), *whole)
 
 
 def choices(settings: Restore, manifest: Manifest, rates: Rates | None, *, alone: bool = True) -> tuple[str, ...]:

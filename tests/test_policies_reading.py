@@ -60,5 +60,17 @@ def test_files_are_read_ahead_if_a_rehearsal_needed_them(
     assert why in said
 
 
+def test_criu_finds_heads_of_mapped_files_and_small_ones_whole() -> None:
+    MB = 1 << 20
+    files = [mapped(GB, GB), mapped(40 * MB, 0), mapped(30 * MB, None), mapped(20 * MB, MB), mapped(4096, None)]
+    asked = reading.first(Restore(), files)
+    heads, whole = asked[: len(files)], asked[len(files) :]
+    assert [size for _, size in heads] == [64 << 10] * 4 + [4096]
+    # The smallest, as long as they are less than a big file in all.
+    assert whole == (("/model-4096", 4096), (f"/model-{20 * MB}", 20 * MB), (f"/model-{30 * MB}", 30 * MB))
+    assert reading.first(Restore(prefetch="off"), files) == ()
+    assert reading.first(Restore(), []) == ()
+
+
 def test_restore_case_53_lazy_pages_are_not_used_and_that_is_said() -> None:
     assert any("no page is left for later" in line for line in reading.choices(Restore(), any_manifest(), RATES))

@@ -124,7 +124,7 @@ async def test_restore_case_12_no_parent_images_no_compatibility_mode_no_pre_dum
     class Fake:
         work = tmp_path
 
-        async def run(self, argv: list[str], *, timeout_s: float) -> Output:
+        async def run(self, argv: list[str], *, timeout_s: float, name: str) -> Output:
             asked.extend(argv)
             return Output(0, "")
 

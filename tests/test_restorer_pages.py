@@ -220,7 +220,7 @@ def test_more_threads_wait_for_a_disk_than_for_the_processor_and_all_trees_share
     monkeypatch.setattr(module, "_ROOM", threading.BoundedSemaphore(1))
     bulk = pages.taken_out(tmp_path)
     assert bulk is not None
-    for there, threads in ((False, 16), (True, 2)):
+    for there, threads in ((False, 24), (True, 2)):
         pagecache.evict([file])
         if there:
             file.read_bytes()

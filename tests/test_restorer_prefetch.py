@@ -45,9 +45,26 @@ async def test_small_images_are_on_their_way_and_big_ones_are_left(cold: Path, t
     await asyncio.to_thread(small.write_bytes, os.urandom(2 * MIB))
     pagecache.evict([small])
     pagecache.evict([cold])
-    assert prefetch.begun([small, cold]) == (0, 2 * MIB + LEAST_BYTES)
+    assert prefetch.begun([small, cold], [], Restore()) == (0, 2 * MIB + LEAST_BYTES)
     await eventually(lambda: pagecache.share([small])[0] == 2 * MIB, what="the small image in the page cache")
     assert pagecache.share([cold])[0] < LEAST_BYTES // 2
+
+
+async def test_libraries_are_on_their_way_and_of_a_big_file_its_head(cold: Path, tmp_path: Path) -> None:
+    library = tmp_path / "library.so"
+    await asyncio.to_thread(library.write_bytes, os.urandom(3 * MIB + 5000))
+    pagecache.evict([library])
+    gone = MappedFile(path=str(tmp_path / "gone.so"), bytes=MIB, sha256="0")
+    assert prefetch.begun([], [gone, mapped(library), mapped(cold)], Restore()) == (0, 0)
+    size = 3 * MIB + 8192
+    await eventually(lambda: pagecache.share([library])[0] >= size - mmap.PAGESIZE, what="the library in the page cache")
+    await eventually(lambda: pagecache.share([cold])[0] > 0, what="the head of the big file in the page cache")
+    assert pagecache.share([cold])[0] < LEAST_BYTES // 2
+    other = tmp_path / "other.so"
+    await asyncio.to_thread(other.write_bytes, os.urandom(MIB))
+    pagecache.evict([other])
+    prefetch.begun([], [mapped(other)], Restore(prefetch="off"))
+    assert pagecache.share([other])[0] == 0
 
 
 async def test_nothing_is_read_after_the_body(cold: Path) -> None:

@@ -108,8 +108,13 @@ class Box:
         temporary.write_text(json.dumps(record))
         temporary.replace(self.state_file)
 
-    async def run(self, argv: Sequence[str], *, timeout_s: float, env: Mapping[str, str] | None = None) -> Output:
+    async def run(
+        self, argv: Sequence[str], *, timeout_s: float, env: Mapping[str, str] | None = None, name: str | None = None
+    ) -> Output:
         """Run a tool inside the box and wait for it.
+
+        Args:
+            name: what to call it if it hangs; default: the command's first word.
 
         Raises:
             ToolHung: it did not end within ``timeout_s`` seconds and was killed. A hung CRIU leaves half-made processes
@@ -128,7 +133,7 @@ class Box:
             async with asyncio.timeout(timeout_s):
                 out, _ = await tool.communicate()
         except TimeoutError:
-            raise ToolHung(f"{argv[0]} did not end within {timeout_s:g} s inside box {self.id}; it was killed") from None
+            raise ToolHung(f"{name or argv[0]} did not end within {timeout_s:g} s inside box {self.id}; it was killed") from None
         finally:
             if tool.returncode is None:
                 with contextlib.suppress(ProcessLookupError):

@@ -309,7 +309,7 @@ def disk(state_dir: Path) -> Finding:
     """Room and speed where snapshots will lie."""
     place = next(p for p in (state_dir, *state_dir.parents) if p.is_dir())
     free = shutil.disk_usage(place).free
-    kind = _file_system(place)
+    kind = file_system(place)
     rate = _write_rate(place) if free > 4 * _WRITE_BYTES else 0.0
     found = f"{place} ({kind}): {free / _GIB:.1f} GiB free, writes {rate / 1e6:.0f} MB/s"
     if free < _GIB:
@@ -352,7 +352,7 @@ def _punches(place: Path) -> bool:
         return not failed and os.fstat(file.fileno()).st_blocks < before
 
 
-def _file_system(place: Path) -> str:
+def file_system(place: Path) -> str:
     """Type of the file system that ``place`` lies on, as /proc/self/mountinfo has it."""
     best, kind = "", "unknown"
     for line in Path("/proc/self/mountinfo").read_text().splitlines():

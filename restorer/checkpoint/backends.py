@@ -65,7 +65,7 @@ def build(config: Restorer, criu: Criu | None, capability: str) -> Mapping[str, 
     said = missing if runc is None else f"{runc}, with CRIU: {capability}"
     found: tuple[Backend, ...] = (
         OwnCriu(criu, capability),
-        Runc(None if runc is None else Path(runc), None if criu is None else criu.binary, said, config.criu_timeout_s),
+        Runc(None if runc is None else Path(runc), criu, said, config.criu_timeout_s),
         Sleep(),
         Backend(),
     )

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from restorer.boxes.box import Box, Output
+from restorer.checkpoint import kerndat
 from restorer.errors import Environment, ToolFailed
 
 GHOST_LIMIT = 256 << 20
@@ -26,10 +27,11 @@ class Criu:
     Args:
         binary: its path.
         timeout_s: deadline of each call, in seconds.
+        kept: what it knows of this kernel, from :func:`restorer.checkpoint.kerndat.kept`.
     """
 
-    def __init__(self, binary: Path, timeout_s: float) -> None:
-        self.binary = binary
+    def __init__(self, binary: Path, timeout_s: float, kept: Path | None = None) -> None:
+        self.binary, self.kept = binary, kept
         self._timeout_s = timeout_s
 
     async def dump(self, box: Box, pid: int, images: Path, options: Sequence[str]) -> None:
@@ -51,7 +53,8 @@ class Criu:
         await self._run(box, [*argv, *COMMON, *options], box.work / "restore.log")
 
     async def _run(self, box: Box, arguments: Sequence[str], log: Path) -> None:
-        output = await box.run([str(self.binary), *arguments], timeout_s=self._timeout_s)
+        argv = kerndat.shown(self.kept, [str(self.binary), *arguments])
+        output = await box.run(argv, timeout_s=self._timeout_s, name=str(self.binary))
         if output.rc != 0:
             raise failure(f"criu {arguments[0]}", output, log)
 

@@ -54,22 +54,33 @@ def _share(path: str) -> float | None:
     return None
 
 
-def begun(images: Sequence[Path]) -> tuple[int, int]:
-    """(bytes in the page cache, bytes) of CRIU's images; those that are small are on their way into it when this returns.
+def begun(images: Sequence[Path], mapped: Sequence[MappedFile], settings: Restore) -> tuple[int, int]:
+    """(bytes in the page cache, bytes) of CRIU's images; what it needs first is on its way into it when this returns.
 
-    CRIU reads them one after another, and waits for the disk each time. Big ones are left to it: their pages would be needed
-    twice at once.
+    CRIU reads one image after another, looks at one mapped file after another, and waits for the disk each time. Big images are
+    left to it: their pages would be needed twice at once.
     """
     found = pagecache.share(images)
     if found[0] < found[1]:
         for path in images:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                if os.fstat(fd).st_size < reading.LEAST_BYTES:
-                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
-            finally:
-                os.close(fd)
+            if (size := path.stat().st_size) < reading.LEAST_BYTES:
+                _ask(str(path), size)
+    for name, size in reading.first(settings, mapped):
+        # Reading ahead is no more than a favour: who needs the file will say what is wrong with it.
+        with contextlib.suppress(OSError):
+            _ask(name, size)
     return found
+
+
+def _ask(path: str, size: int) -> None:
+    """Have the beginning of a file read into the page cache, by the kernel; waits for nothing. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        # One call brings no more than the disk's readahead, whatever it is asked for.
+        for at in range(0, size, _BLOCK):
+            os.posix_fadvise(fd, at, min(_BLOCK, size - at), os.POSIX_FADV_WILLNEED)
+    finally:
+        os.close(fd)
 
 
 @contextlib.asynccontextmanager
@@ -94,7 +105,6 @@ def _read(files: Sequence[MappedFile], number: int, stopped: threading.Event) ->
     """One reader's share, block by block; what is there already is passed over."""
     buffer = bytearray(_BLOCK)
     for file in files:
-        # Reading ahead is no more than a favour: who needs the file will say what is wrong with it.
         with contextlib.suppress(OSError):
             fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
             try:

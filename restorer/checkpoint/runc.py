@@ -15,9 +15,9 @@ from pathlib import Path
 from restorer.adapters.engines import HttpEngine
 from restorer.boxes import cgroups
 from restorer.boxes.box import Box, Output
-from restorer.checkpoint import bundle
+from restorer.checkpoint import bundle, kerndat
 from restorer.checkpoint.backend import Backend, Can
-from restorer.checkpoint.criu import COMMON, failure
+from restorer.checkpoint.criu import COMMON, Criu, failure
 from restorer.errors import ToolFailed
 from restorer.procfs import inventory
 
@@ -42,7 +42,7 @@ class Runc(Backend):
     can = Can(snapshot=True, fill=True, contain=True, clone=True)
     private = ("/tmp",)
 
-    def __init__(self, binary: Path | None, criu: Path | None, capability: str, timeout_s: float) -> None:
+    def __init__(self, binary: Path | None, criu: Criu | None, capability: str, timeout_s: float) -> None:
         self._binary, self._criu = binary, criu
         self._capability = capability
         self._timeout_s = timeout_s
@@ -100,12 +100,14 @@ class Runc(Backend):
         if self._criu is not None:
             # runc asks PATH for a program of this name.
             (box.work / "bin").mkdir()
-            (box.work / "bin" / "criu").symlink_to(self._criu)
+            (box.work / "bin" / "criu").symlink_to(self._criu.binary)
 
     async def _run(self, box: Box, arguments: Sequence[str], timeout_s: float) -> Output:
         assert self._binary is not None, "nobody asks for it where there is an obstacle"
         env = {**os.environ, "PATH": f"{box.work / 'bin'}:{os.environ.get('PATH', os.defpath)}"}
-        return await box.run([str(self._binary), "--root", str(box.folder / "runc"), *arguments], timeout_s=timeout_s, env=env)
+        argv = [str(self._binary), "--root", str(box.folder / "runc"), *arguments]
+        kept = None if self._criu is None else self._criu.kept
+        return await box.run(kerndat.shown(kept, argv), timeout_s=timeout_s, env=env, name=str(self._binary))
 
 
 def _tree(box: Box) -> Iterable[int]:

@@ -26,7 +26,7 @@ from restorer.boxes import network
 from restorer.boxes.box import Box, BoxFactory
 from restorer.boxes.probes import CHECK, MINIMUM_CRIU
 from restorer.boxes.remains import Remains
-from restorer.checkpoint import backends
+from restorer.checkpoint import backends, kerndat
 from restorer.checkpoint.backend import Backend
 from restorer.checkpoint.criu import Criu
 from restorer.coordination.fleet import Fleet
@@ -335,7 +335,7 @@ def build(config: Config, store_url: str, *, stamps_file: str = "stamps.json", h
     judge = judge_of(config)
     helper = Cuda(cuda.command(config.restorer.gpu_helper))
     jobs = JobStore(store_url, config.store.namespace, name)
-    criu = None if binary is None else Criu(binary, config.restorer.criu_timeout_s)
+    criu = None if binary is None else Criu(binary, config.restorer.criu_timeout_s, kerndat.kept(binary, run))
     host = Host(
         config=config,
         name=name,

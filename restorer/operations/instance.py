@@ -130,12 +130,13 @@ async def resurrect(
     bulky = bulk.paths if bulk else ()
     # Before anything is read: afterwards it is in the page cache.
     filled_from = await asyncio.to_thread(pagecache.share, bulky)
-    read_from = await asyncio.to_thread(prefetch.begun, [path for path in images.iterdir() if path not in bulky])
     targets = {"/dev/shm": box.root / "dev/shm", str(box.mountpoint): box.private}
     with stages.timed("lay scratch") as stage:
         stage.bytes = 0
         for number, name in enumerate(manifest.scratch):
             stage.bytes += await asyncio.to_thread(lay_tree, folder / "scratch" / str(number), targets[name])
+    rest = [path for path in images.iterdir() if path not in bulky]
+    read_from = await asyncio.to_thread(prefetch.begun, rest, manifest.files, engine.model.restore)
     async with _filling(bulk, direct) as (filler, prepared):
         with stages.timed("restore processes") as stage:
             stage.of(*read_from)
