@@ -236,6 +236,44 @@ def test_more_threads_wait_for_a_disk_than_for_the_processor_and_all_trees_share
     assert received(reading)[start - address :][: len(data)] == data
 
 
+def test_a_tree_that_is_long_in_coming_keeps_no_other_from_the_buffers(
+    tmp_path: Path, empty: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pid, address, reading = empty
+    start = -(-address // PAGE) * PAGE
+    data = os.urandom(6 * MIB)
+    dump(tmp_path, [area(start, start + 32 * MIB)], [(start, data)])
+    pages.take_out(tmp_path, huge=False)
+    monkeypatch.setattr(module, "_ROOM", threading.BoundedSemaphore(1))
+    monkeypatch.setattr(module, "_PATIENCE_S", 0.01)
+    bulk = pages.taken_out(tmp_path)
+    assert bulk is not None
+    waiting, other = Filling(bulk, direct=False), Filling(bulk, direct=False)
+    try:
+        waiting.prepare()
+        other.prepare()
+        other.put_back({7: pid})
+        # What the first had read and given away is read again, and nothing of it is left out.
+        waiting.put_back({7: pid})
+    finally:
+        other.close()
+        waiting.close()
+    os.kill(pid, signal.SIGCONT)
+    assert received(reading)[start - address :][: len(data)] == data
+
+
+def test_a_filling_that_is_given_up_lets_go_of_its_threads(tmp_path: Path) -> None:
+    dump(tmp_path, [area(BIG, BIG + 8 * MIB)], [(BIG, os.urandom(6 * MIB))])
+    pages.take_out(tmp_path, huge=False)
+    bulk = pages.taken_out(tmp_path)
+    assert bulk is not None
+    found = Filling(bulk, direct=True)
+    found.prepare()
+    found.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("fill memory")]
+    found.close()
+
+
 @pytest.mark.parametrize("direct", [False, True])
 def test_memory_is_put_back_as_it_was(tmp_path: Path, empty: tuple[int, int, int], direct: bool) -> None:
     pid, address, reading = empty

@@ -31,6 +31,8 @@ _THREADS = 24
 """Most for one tree: they read from a disk and fill in 1.20 s, on two processors, what sixteen do in 1.23 and eight in 1.27."""
 _ROOM = threading.BoundedSemaphore(24)
 """Buffers of all trees that are filled at a time, so that the restorer stays small."""
+_PATIENCE_S = 1.0
+"""A buffer that was filled before there is anything to put it into is kept for so long: then other trees may want it."""
 
 
 class _Vec(ctypes.Structure):
@@ -60,6 +62,8 @@ class _Batch(NamedTuple):
 class Filling:
     """The way of big memory back into one restored tree, in two steps, so that the first can be done while CRIU works.
 
+    Each thread reads its first batch in the first step already, since the disk has nothing else to do then.
+
     Args:
         direct: read what the page cache does not hold past it.
         threads: default: one for each processor, but twenty-four where they wait for a disk, and never more.
@@ -71,21 +75,28 @@ class Filling:
         self._chosen = threads is not None
         self._pool = concurrent.futures.ThreadPoolExecutor(threads or _THREADS, "fill memory")
         self._sources: list[_Source] = []
-        self._batches: list[_Batch] = []
-        self._stopped = threading.Event()
+        self._left: Iterator[_Batch] = iter(())
+        """Shared by all threads: whoever is done takes the next, so that the disk is asked in order and never stands still."""
+        self._shares: list[concurrent.futures.Future[None]] = []
+        self._wanted: set[int] = set()
+        self._pids: Mapping[int, int] = {}
+        self._there, self._stopped = threading.Event(), threading.Event()
 
     def prepare(self) -> None:
-        """Open everything, and decide what is moved in which step. Blocks.
+        """Open everything, decide what is moved in which step, and begin to read. Blocks, but not for what is read.
 
         Raises:
             SnapshotError: a file cannot be opened, or is shorter than it was.
         """
+        batches: list[_Batch] = []
         for process in self._bulk.plan.processes:
             self._sources.append(source := _Source(self._bulk.folder / process.file, direct=self._direct))
             for runs in _batches(itertools.starmap(Run, process.runs)):
-                self._batches.append(source.batch(process.pid, runs))
+                batches.append(source.batch(process.pid, runs))
         if not self._chosen and pagecache.tier([source.path for source in self._sources]) != "page cache":
             self._threads = _THREADS
+        self._wanted, self._left = {batch.pid for batch in batches}, iter(batches)
+        self._shares += [self._pool.submit(self._share) for _ in range(self._threads)]
 
     def put_back(self, pids: Mapping[int, int]) -> None:
         """Fill the memory of a tree that has not run yet. Blocks.
@@ -96,39 +107,49 @@ class Filling:
         Raises:
             EngineDied: a process is gone, or lacks memory that it had. SnapshotError: a file ends too early.
         """
-        missing = {batch.pid for batch in self._batches} - set(pids)
-        if missing:
+        if missing := self._wanted - set(pids):
             raise EngineDied(f"of the restored engine the processes {sorted(missing)} are gone")
+        self._pids = pids
+        self._there.set()
         try:
-            # Whoever is done takes the next: it is the disk that has to be asked in order, and never to stand still.
-            batches = iter(self._batches)
-            list(self._pool.map(lambda _: self._share(batches, pids), range(self._threads)))
+            for share in concurrent.futures.as_completed(self._shares):
+                share.result()
         finally:
             # Of the other threads' shares nothing is wanted any more when one has failed.
-            self._stopped.set()
+            self.stop()
 
-    def _share(self, batches: Iterator[_Batch], pids: Mapping[int, int]) -> None:
-        with _ROOM, buffers.whole(BATCH_BYTES) as buffer:
-            first = ctypes.c_char.from_buffer(buffer)
-            try:
-                for batch in batches:
-                    if self._stopped.is_set():
-                        break
-                    batch.source.read(batch, buffer)
-                    _write(pids[batch.pid], batch, ctypes.addressof(first) - batch.start)
-            finally:
-                # The buffer cannot be closed while something points into it.
-                del first
+    def _share(self) -> None:
+        """Batch after batch, as long as there are any."""
+        batch: _Batch | None = None
+        while not self._stopped.is_set():
+            with _ROOM, buffers.whole(BATCH_BYTES) as buffer:
+                first = ctypes.c_char.from_buffer(buffer)
+                try:
+                    while not self._stopped.is_set():
+                        batch = next(self._left, None) if batch is None else batch
+                        if batch is None:
+                            return
+                        batch.source.read(batch, buffer)
+                        if not self._there.wait(_PATIENCE_S):
+                            break
+                        if not self._stopped.is_set():
+                            _write(self._pids[batch.pid], batch, ctypes.addressof(first) - batch.start)
+                            batch = None
+                finally:
+                    # The buffer cannot be closed while something points into it.
+                    del first
+            self._there.wait()
 
     def stop(self) -> None:
         """Begin nothing any more: a step under way ends with what it has done. At once; idempotent."""
         self._stopped.set()
+        self._there.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def close(self) -> None:
-        """Let go of the threads and the files, when no step is under way. Blocks; idempotent."""
-        self._pool.shutdown(cancel_futures=True)
-        self._batches.clear()
+        """Let go of the threads and the files. Blocks; idempotent."""
+        self.stop()
+        self._pool.shutdown()
         while self._sources:
             self._sources.pop().close()
 
