@@ -6,11 +6,13 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from dumping import some_boxes
+from dumping import some_boxes, started
 from e2e_installation import needed
 
 from restorer.boxes.box import BoxFactory
 from restorer.checkpoint import kerndat
+from restorer.checkpoint.criu import GHOST_LIMIT
+from restorer.procfs.inventory import examine
 
 pytestmark = pytest.mark.criu
 LOADED = "Loaded kdat cache"
@@ -53,6 +55,18 @@ async def test_criu_is_asked_once_and_finds_the_answer_in_each_box(boxes: BoxFac
     assert kept.read_bytes() == before
     # What is shown in a box is shown nowhere else.
     assert not kerndat.PLACE.exists() or not kerndat.PLACE.samefile(kept)
+
+
+@pytest.mark.usefixtures("on_disk")
+async def test_a_tree_that_was_restored_so_can_be_captured_again_without_a_word(
+    boxes: BoxFactory, criu: Path, tmp_path: Path
+) -> None:
+    kept = kerndat.kept(criu, tmp_path)
+    box = await boxes.take()
+    pid = await started(box, "")
+    shown = await box.run(kerndat.shown(kept, ["cat", "/proc/self/mountinfo"]), timeout_s=30)
+    assert str(kerndat.PLACE) in shown.text
+    assert examine(pid, private=("/dev/shm", str(box.mountpoint)), ghost_limit=GHOST_LIMIT) == []
 
 
 @pytest.mark.usefixtures("on_disk")

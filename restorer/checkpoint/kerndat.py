@@ -13,11 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from restorer.boxes.probes import CHECK, file_system
+from restorer.procfs.obstacles import KERNDAT
 from restorer.system.files import write_durable
 
 log = logging.getLogger("rewake.restorer")
 
-PLACE = Path("/run/criu.kdat")
+PLACE = Path(KERNDAT)
 _ASK = 'mount -t tmpfs -o mode=0700 tmpfs "$2" && "$1" check >&2 && exec cat "$3"'
 _ASK_S = 30.0
 # There has to be a file to show it at. An empty one is as good as none to whoever else finds it, and CRIU removes it: so

@@ -211,12 +211,14 @@ def mounts(scene: Scene) -> Iterator[Finding]:
             yield Finding("mount", "fatal", one.pid, one.fd, what, "let it use pipes, sockets or /dev/shm")
     ours = {line.split()[4] for line in text_of(scene.proc / "self" / "mountinfo").splitlines()}
     for point in sorted({line.split()[4] for line in _mounts(scene, root)} - ours if ours else ()):
-        if point not in scene.private and point != "/proc":
+        if point not in scene.private and point not in ("/proc", KERNDAT):
             yield Finding(
                 "mount", "note", root, None, f"{point} is mounted", "it will not be after a restore, if the engine did it"
             )
 
 
+KERNDAT = "/run/criu.kdat"
+"""Shown to CRIU by us (:mod:`restorer.checkpoint.kerndat`), so that a tree that it has restored has it among its mounts."""
 _NOWHERE = ("/memfd:", "/SYSV", "/dev/zero", "/secretmem", "/[aio]")
 """What has a name like a file and is none."""
 
