@@ -246,18 +246,10 @@ def test_a_tree_that_is_long_in_coming_keeps_no_other_from_the_buffers(
     pages.take_out(tmp_path, huge=False)
     monkeypatch.setattr(module, "_ROOM", threading.BoundedSemaphore(1))
     monkeypatch.setattr(module, "_PATIENCE_S", 0.01)
-    bulk = pages.taken_out(tmp_path)
-    assert bulk is not None
-    waiting, other = Filling(bulk, direct=False), Filling(bulk, direct=False)
-    try:
-        waiting.prepare()
-        other.prepare()
+    with filling(tmp_path) as waiting, filling(tmp_path) as other:
         other.put_back({7: pid})
         # What the first had read and given away is read again, and nothing of it is left out.
         waiting.put_back({7: pid})
-    finally:
-        other.close()
-        waiting.close()
     os.kill(pid, signal.SIGCONT)
     assert received(reading)[start - address :][: len(data)] == data
 
@@ -265,11 +257,8 @@ def test_a_tree_that_is_long_in_coming_keeps_no_other_from_the_buffers(
 def test_a_filling_that_is_given_up_lets_go_of_its_threads(tmp_path: Path) -> None:
     dump(tmp_path, [area(BIG, BIG + 8 * MIB)], [(BIG, os.urandom(6 * MIB))])
     pages.take_out(tmp_path, huge=False)
-    bulk = pages.taken_out(tmp_path)
-    assert bulk is not None
-    found = Filling(bulk, direct=True)
-    found.prepare()
-    found.close()
+    with filling(tmp_path, direct=True) as found:
+        pass
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("fill memory")]
     found.close()
 

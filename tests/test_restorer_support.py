@@ -36,6 +36,13 @@ def box(state: Path, id: str, log: str, **facts: Any) -> Box:
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A configuration with a secret wherever one fits, and what a run has left behind."""
     monkeypatch.chdir(tmp_path)
+    # The real log of a host that has been up for a day may have no line left that is about engines.
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/dmesg").write_text(
+        "#!/bin/sh\necho 'bridge: port 1 entered forwarding state'\necho 'Out of memory: Killed process 7'\n"
+    )
+    (tmp_path / "bin/dmesg").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":")
     engine = {"kind": "llama-server", "command": ["/bin/llama-server", "--api-key", PLANTED], "env": {"MY_TOKEN": PLANTED}}
     unknown = {"kind": "http", "command": ["/bin/true"]}
     config = {
@@ -86,6 +93,7 @@ def test_it_explains_and_gives_nothing_away(place: Path) -> None:
     assert "ended/bb/engine.log" not in files
     assert "--engine-logs takes it along" in said
     assert CRIU_LINE in files["ended/bb/restore.log"]
+    assert files["kernel.log"] == "Out of memory: Killed process 7\n"
     assert "[left out]" in files["journal/j1.jsonl"]
     assert "no prompts" in said
     manifest = json.loads(files["manifest.json"])
